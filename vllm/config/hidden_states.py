@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of hidden-state extraction.
+
+Extraction is asked for in one of two ways, both with a KV connector that takes
+streamed rows (``takes_hidden_states_rows``):
+
+- ``speculative_config={"method": "extract_hidden_states", ...}``, the layer ids
+  in ``draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids``. Nothing
+  is drafted: the engine runs without a speculative config.
+- the connector's extra config ``layer_ids``, with any speculative config or none.
+
+Either way the result is one ``HiddenStatesConfig``, validated before the engine
+starts. With a connector that reads the stock KV group instead, the stock path is
+left as it is.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, field_validator
+
+from vllm.config.utils import config
+from vllm.utils.hashing import safe_hash
+
+if TYPE_CHECKING:
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.config.model import ModelConfig
+
+METHOD = "extract_hidden_states"
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@config
+class HiddenStatesConfig:
+    """What is extracted, and where it goes.
+
+    Every field but ``layer_ids`` is an option of the connector, by the same name
+    in ``kv_connector_extra_config``.
+    """
+
+    layer_ids: tuple[int, ...]
+    """Layers in the order of the file's columns. Id ``k`` is the residual stream
+    entering decoder layer ``k``; ``num_hidden_layers`` is the last layer's output
+    before the final norm."""
+
+    shared_storage_path: str = "/tmp"
+    """Directory of the files; made (mode 0700) where it does not exist."""
+
+    num_writer_threads: int = Field(default=8, ge=1, le=256)
+    """Threads that write rows to files."""
+
+    use_synchronization_lock: bool = True
+    """Hold ``<path>.lock`` with an exclusive ``flock`` until the file is complete."""
+
+    num_ring_slots: int = Field(default=2, ge=1, le=64)
+    """Slots of the ring, each of ``max_num_batched_tokens`` rows: the whole of the
+    memory that extraction takes, and how many steps the writers may lag behind."""
+
+    @field_validator("shared_storage_path")
+    @classmethod
+    def _storage_path_is_usable(cls, path: str) -> str:
+        if not path or "\0" in path:
+            raise ValueError(
+                f"shared_storage_path {path!r}: give the path of a directory"
+            )
+        return path
+
+    def compute_hash(self) -> str:
+        """Hash of what changes the computation graph: the ids and their order."""
+        factors = str(("hidden_states", self.layer_ids)).encode()
+        return safe_hash(factors, usedforsecurity=False).hexdigest()
+
+
+def extracts_hidden_states(
+    speculative_config: Mapping[str, Any] | None,
+    kv_transfer_config: "KVTransferConfig | None",
+) -> bool:
+    """Whether this speculative config means streamed extraction, not drafting."""
+    return (
+        speculative_config is not None
+        and speculative_config.get("method") == METHOD
+        and streamed_connector(kv_transfer_config) is not None
+    )
+
+
+def streamed_connector(
+    kv_transfer_config: "KVTransferConfig | None",
+) -> "KVTransferConfig | None":
+    """The configuration of the connector that takes streamed rows, if there is one.
+
+    Looks into ``MultiConnector``.
+
+    Raises:
+        ValueError: if more than one connector takes streamed rows.
+    """
+    if kv_transfer_config is None or kv_transfer_config.kv_connector is None:
+        return None
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    candidates = [kv_transfer_config]
+    if kv_transfer_config.kv_connector == "MultiConnector":
+        children = kv_transfer_config.kv_connector_extra_config.get("connectors", [])
+        candidates = [
+            KVTransferConfig(**{"kv_role": kv_transfer_config.kv_role, **child})
+            for child in children
+        ]
+    streamed = [
+        candidate
+        for candidate in candidates
+        if getattr(
+            KVConnectorFactory.get_connector_class(candidate),
+            "takes_hidden_states_rows",
+            False,
+        )
+    ]
+    if len(streamed) > 1:
+        names = ", ".join(str(candidate.kv_connector) for candidate in streamed)
+        raise ValueError(
+            "kv_transfer_config names more than one connector that takes hidden "
+            f"states ({names}); valid: one"
+        )
+    return streamed[0] if streamed else None
+
+
+def create_hidden_states_config(
+    speculative_config: Mapping[str, Any] | None,
+    kv_transfer_config: "KVTransferConfig | None",
+    model_config: "ModelConfig",
+) -> HiddenStatesConfig | None:
+    """Validated configuration of extraction, or None where nothing is extracted.
+
+    Raises:
+        ValueError: naming the field, its value, and what would be valid.
+    """
+    connector = streamed_connector(kv_transfer_config)
+    if connector is None:
+        return None
+    name = connector.kv_connector
+    if not connector.is_kv_producer:
+        raise ValueError(
+            f"kv_role {connector.kv_role!r}: {name} only writes; valid: "
+            "'kv_producer', 'kv_both'"
+        )
+    if model_config.runner_type == "pooling":
+        raise ValueError(
+            f"{name} cannot serve the pooling model {model_config.model!r}: valid is a "
+            "model that generates (--runner generate)"
+        )
+    if model_config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} cannot serve the encoder-decoder model {model_config.model!r}: "
+            "valid is a decoder-only model"
+        )
+    options = dict(connector.kv_connector_extra_config)
+    options["layer_ids"] = _checked_layer_ids(
+        _requested_layer_ids(speculative_config, options.get("layer_ids"), name),
+        model_config,
+    )
+    _refuse_unknown_options(options, str(name))
+    return HiddenStatesConfig(**options)
+
+
+def _requested_layer_ids(
+    speculative_config: Mapping[str, Any] | None, option: Any, connector: str | None
+) -> Any:
+    if speculative_config is None or speculative_config.get("method") != METHOD:
+        if option is None:
+            raise ValueError(
+                f"{connector} needs to know which layers to extract: give a "
+                f"speculative_config with method {METHOD!r} and {LAYER_IDS_KEY}, or "
+                "layer_ids in kv_connector_extra_config"
+            )
+        return option
+    num_speculative_tokens = speculative_config.get("num_speculative_tokens", 1)
+    if num_speculative_tokens != 1:
+        raise ValueError(
+            f"num_speculative_tokens {num_speculative_tokens!r}: method {METHOD!r} "
+            "drafts nothing; valid: 1"
+        )
+    draft = speculative_config.get("draft_model_config") or {}
+    hf_config = _get(draft, "hf_config") or {}
+    layer_ids = _get(hf_config, LAYER_IDS_KEY)
+    if layer_ids is None:
+        layer_ids = option
+    elif option is not None and option != layer_ids:
+        raise ValueError(
+            f"layer_ids {option!r} in kv_connector_extra_config and {LAYER_IDS_KEY} "
+            f"{layer_ids!r} in speculative_config differ; give one of them"
+        )
+    if layer_ids is None:
+        raise ValueError(
+            f"speculative_config with method {METHOD!r} names no layers: put a list "
+            f"into draft_model_config.hf_config.{LAYER_IDS_KEY}"
+        )
+    return layer_ids
+
+
+def _get(holder: Any, name: str) -> Any:
+    # Offline, people pass ready-made config objects where JSON has dicts.
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    return getattr(holder, name, None)
+
+
+def _checked_layer_ids(layer_ids: Any, model_config: "ModelConfig") -> tuple[int, ...]:
+    num_layers = model_config.get_total_num_hidden_layers()
+    valid = (
+        f"valid: distinct integers from 0 (the embeddings) to {num_layers} "
+        f"(the last layer's output) for {model_config.architecture}"
+    )
+    if not isinstance(layer_ids, (list, tuple)) or not layer_ids:
+        raise ValueError(f"layer ids {layer_ids!r} are not a non-empty list; {valid}")
+    seen: set[int] = set()
+    for layer_id in layer_ids:
+        if isinstance(layer_id, bool) or not isinstance(layer_id, int):
+            raise ValueError(f"layer id {layer_id!r} is not an integer; {valid}")
+        if not 0 <= layer_id <= num_layers:
+            raise ValueError(f"layer id {layer_id} is out of range; {valid}")
+        if layer_id in seen:
+            raise ValueError(f"layer id {layer_id} is given twice; {valid}")
+        seen.add(layer_id)
+    return tuple(layer_ids)
+
+
+def _refuse_unknown_options(options: Mapping[str, Any], connector: str) -> None:
+    known = [field.name for field in fields(HiddenStatesConfig)]
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"unknown option {option!r} in kv_connector_extra_config of "
+                f"{connector}: {hint}valid: {', '.join(sorted(known))}"
+            )

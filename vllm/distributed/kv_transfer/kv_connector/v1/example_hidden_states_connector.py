@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states of every extracting request, streamed into one file each.
+
+Unlike other KV connectors this one transfers no KV cache. The scheduler side names
+the files and tells the worker side which requests extract; the worker side takes
+their rows from the model runner's ``HiddenStateCapture``, in the step that computes
+them, and hands them to its writer threads. See ``docs/design/hidden_states.md``.
+
+The scheduler side:
+    on_new_request() - the request will compute all its tokens, also cached ones
+    build_connector_meta() - files of newly scheduled requests, aborted requests
+    take_failures() - what the workers could not do, before requests finish
+    request_finished() - the path, or the error, for the request's output
+
+The worker side:
+    bind_connector_metadata() - opens the new requests' files
+    wanted, receive(), fail_wanted() - the RowReceiver of HiddenStateCapture
+    build_connector_worker_meta() - reports failures
+    get_finished() - lets go of finished requests, removes what was aborted
+    shutdown() - completes what can be completed, withdraws the rest
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
+    HiddenStatesError,
+    HiddenStatesFile,
+    HiddenStatesTimeoutError,
+    cleanup_hidden_states,
+    load_hidden_states,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_metadata import (
+    HiddenStatesConnectorMetadata,
+    HiddenStatesWorkerMetadata,
+    NewFile,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
+    FileWriter,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.v1.hidden_states.plan import Span
+from vllm.v1.hidden_states.ring import Slot
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+__all__ = [
+    "ExampleHiddenStatesConnector",
+    "HiddenStatesError",
+    "HiddenStatesTimeoutError",
+    "cleanup_hidden_states",
+    "extract_from_kv_cache",
+    "load_hidden_states",
+]
+
+logger = init_logger(__name__)
+
+# Bytes of a request id that stand in its file's name as they are; most file systems
+# allow 255 for the whole name.
+MAX_NAME = 150
+
+WITH_OUTPUT = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+
+
+def extract_from_kv_cache(
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Rows of a paged cache, for connectors that read the stock KV group.
+
+    Not used by the connector below.
+
+    Args:
+        kv_cache: ``[blocks, layers, block size, hidden size]``.
+        slot_mapping: Slot of each token; only the first ``num_tokens`` count.
+        num_tokens: How many rows to take.
+
+    Returns:
+        ``[num_tokens, layers, hidden size]``.
+    """
+    slots = slot_mapping[:num_tokens]
+    size = kv_cache.size(2)
+    return kv_cache[torch.div(slots, size, rounding_mode="floor"), :, slots % size]
+
+
+def file_name(request_id: str) -> str:
+    """The name of a request's file, whatever its id holds (it may be a client's)."""
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", request_id) and (
+        len(request_id) <= MAX_NAME
+    ):
+        return f"{request_id}.safetensors"
+    digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
+    readable = re.sub(r"[^A-Za-z0-9_-]", "_", request_id)[: MAX_NAME - len(digest)]
+    return f"{readable}-{digest}.safetensors"
+
+
+class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+    """Writes each request's hidden states to ``shared_storage_path``.
+
+    Configured by ``VllmConfig.hidden_states_config``.
+    """
+
+    takes_hidden_states_rows: ClassVar[bool] = True
+    """Tells the configuration that rows are streamed, not kept as KV cache."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ):
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = vllm_config.hidden_states_config
+        if config is None:
+            raise ValueError(
+                f"{type(self).__name__} needs VllmConfig.hidden_states_config, which "
+                "EngineArgs.create_engine_config() makes from the speculative config "
+                "or the connector's layer_ids"
+            )
+        self._config = config
+        self._storage_path = os.path.abspath(config.shared_storage_path)
+        _check_storage_path(self._storage_path)
+        if role == KVConnectorRole.SCHEDULER:
+            self._init_scheduler_side()
+        else:
+            self._init_worker_side()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A preempted request owes nobody its KV cache."""
+        return False
+
+    # ==============================
+    # Scheduler side
+    # ==============================
+
+    def _init_scheduler_side(self) -> None:
+        self._paths: dict[str, str] = {}
+        self._unannounced: dict[str, np.ndarray] = {}
+        self._failures: dict[str, str] = {}
+        self._aborted: set[str] = set()
+
+    def on_new_request(self, request: "Request") -> None:
+        # A row that the prefix cache spares us is a row that is not computed. The
+        # request still fills the cache for others.
+        request.skip_reading_prefix_cache = True
+        request_id = request.request_id
+        self._paths[request_id] = os.path.join(
+            self._storage_path, file_name(request_id)
+        )
+        self._unannounced[request_id] = (
+            np.asarray(request.prompt_token_ids, np.int64)
+            if request.prompt_token_ids is not None
+            else np.full(request.num_prompt_tokens, -1, np.int64)
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False  # nothing is ever loaded
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Nothing to do: no KV block is ours."""
+
+    def build_connector_meta(
+        self, scheduler_output: "SchedulerOutput"
+    ) -> KVConnectorMetadata:
+        metadata = HiddenStatesConnectorMetadata(aborted=self._aborted)
+        self._aborted = set()
+        if self._unannounced:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                token_ids = self._unannounced.pop(request_id, None)
+                if token_ids is not None:
+                    metadata.new_files.append(
+                        NewFile(request_id, self._paths[request_id], token_ids)
+                    )
+        return metadata
+
+    def take_failures(self, metadata: HiddenStatesWorkerMetadata) -> None:
+        """Remember failures of requests that are still alive."""
+        for request_id, cause in metadata.failures.items():
+            if request_id in self._paths:
+                self._failures[request_id] = cause
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        path = self._paths.pop(request_id, None)
+        failure = self._failures.pop(request_id, None)
+        if path is None or self._unannounced.pop(request_id, None) is not None:
+            return False, None  # never scheduled: no worker knows of it
+        if request.status not in WITH_OUTPUT:
+            self._aborted.add(request_id)
+            return False, None
+        if failure is not None:
+            return False, {"hidden_states_error": failure}
+        return False, {"hidden_states_path": path}
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    # ==============================
+    # Worker side
+    # ==============================
+
+    def _init_worker_side(self) -> None:
+        model_config = self._vllm_config.model_config
+        self._dtype: torch.dtype = model_config.dtype
+        self._metadata = {
+            "layer_ids": str(list(self._config.layer_ids)),
+            "model": str(model_config.model),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            # True of every layer: the last id is the last layer's output before it.
+            "final_norm": "not applied",
+        }
+        # One writer per file: where the layers are all there, and only once.
+        self.is_writer = get_pp_group().is_last_rank and (
+            get_tp_group().rank_in_group == 0
+        )
+        self._pool = ThreadPoolExecutor(
+            self._config.num_writer_threads, thread_name_prefix="hidden-states-writer"
+        )
+        self._is_registered = False
+        # All of live requests, complete or not: an abort removes complete ones too.
+        self._writers: dict[str, FileWriter] = {}
+        self._token_ids: dict[str, np.ndarray] = {}
+        self._opening: list[Future[None]] = []
+        # Positions up to which each request in `wanted` has handed over its rows.
+        self._received: dict[str, int] = {}
+        self.wanted: dict[str, int] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        # vLLM keeps one worker connector per process, and hands a second engine the
+        # first one's.
+        if self._is_registered:
+            raise RuntimeError(
+                "two engines of one process cannot both extract hidden states: vLLM "
+                "keeps one KV connector per process. Give each engine a process of "
+                "its own (VLLM_ENABLE_V1_MULTIPROCESSING=1, the default)"
+            )
+        self._is_registered = True
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, HiddenStatesConnectorMetadata)
+        if not self.is_writer:
+            return
+        for new in connector_metadata.new_files:
+            writer = FileWriter(
+                self._pool,
+                HiddenStatesFile(
+                    new.path, new.request_id, self._config.use_synchronization_lock
+                ),
+                (len(self._config.layer_ids), self._hidden_size),
+                self._dtype,
+            )
+            # Runs beside the forward; build_connector_worker_meta waits for it.
+            self._opening.append(writer.open())
+            self._writers[new.request_id] = writer
+            self._token_ids[new.request_id] = new.token_ids
+            self._received[new.request_id] = 0
+            self.wanted[new.request_id] = len(new.token_ids)
+
+    @property
+    def _hidden_size(self) -> int:
+        return self._vllm_config.model_config.get_hidden_size()
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Nothing is ever loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is ever loaded."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """No KV cache is saved."""
+
+    def wait_for_save(self) -> None:
+        """No KV cache is saved."""
+
+    def receive(self, spans: Sequence[Span], slot: Slot) -> None:
+        """Hand the spans' rows to the writers (see ``RowReceiver``)."""
+        slot.retain(len(spans))
+        slot_row = 0
+        for span in spans:
+            request_id = span.request_id
+            writer = self._writers[request_id]
+            if span.position > self._received[request_id]:
+                writer.fail(
+                    f"rows {self._received[request_id]} to {span.position - 1} were "
+                    "not computed by this engine"
+                )
+            # A preempted request starts over: rows again, to the same places.
+            self._received[request_id] = span.end
+            writer.write(span, slot, slot_row)
+            slot_row += span.num_rows
+            if span.end == self.wanted[request_id]:
+                self._stop_wanting(request_id)
+                token_ids = self._token_ids.pop(request_id)
+                writer.finish(
+                    token_ids,
+                    self._metadata | {"num_prompt_tokens": str(len(token_ids))},
+                )
+
+    def fail_wanted(self, cause: str) -> None:
+        """No rows will come for the requests in ``wanted``."""
+        for request_id in list(self.wanted):
+            self._stop_wanting(request_id)
+            del self._token_ids[request_id]
+            self._writers[request_id].fail(cause)
+
+    def _stop_wanting(self, request_id: str) -> None:
+        del self.wanted[request_id]
+        del self._received[request_id]
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        metadata = self._connector_metadata
+        aborted = (
+            metadata.aborted
+            if isinstance(metadata, HiddenStatesConnectorMetadata)
+            else set()
+        )
+        for request_id in finished_req_ids:
+            writer = self._writers.pop(request_id, None)
+            if writer is None:
+                continue
+            if request_id in self.wanted:
+                self._stop_wanting(request_id)
+                del self._token_ids[request_id]
+                writer.remove()
+            elif request_id in aborted:
+                writer.remove()
+        return None, None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        # The path may leave with this step's output: the lock has to be there.
+        for opening in self._opening:
+            opening.result()
+        self._opening.clear()
+        failures = {
+            request_id: writer.failure
+            for request_id, writer in self._writers.items()
+            if writer.failure is not None
+        }
+        return HiddenStatesWorkerMetadata(failures) if failures else None
+
+    def shutdown(self) -> None:
+        if self._role != KVConnectorRole.WORKER:
+            return
+        self.fail_wanted("the engine was shut down before the prompt was computed")
+        self._pool.shutdown(wait=True)
+
+
+def _check_storage_path(path: str) -> None:
+    """Fail at start-up where no file can be made.
+
+    Raises:
+        ValueError: naming the option and its value.
+    """
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"shared_storage_path {path!r}: no file can be made there "
+            f"({error.strerror}); valid: a directory that the engine may write to"
+        ) from error

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two sides of the hidden-states connector tell each other, once a step."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
+
+@dataclass
+class NewFile:
+    """One file that a worker is to open."""
+
+    request_id: str
+    path: str
+    token_ids: np.ndarray
+    """``[num_prompt_tokens]`` int64; -1 where the prompt has embeddings only."""
+
+
+@dataclass
+class HiddenStatesConnectorMetadata(KVConnectorMetadata):
+    """Scheduler to workers, once a step."""
+
+    new_files: list[NewFile] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)
+
+
+@dataclass
+class HiddenStatesWorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler: cause of failure by request id."""
+
+    failures: dict[str, str]
+
+    def aggregate(
+        self, other: KVConnectorWorkerMetadata
+    ) -> "HiddenStatesWorkerMetadata":
+        assert isinstance(other, HiddenStatesWorkerMetadata)
+        return HiddenStatesWorkerMetadata(self.failures | other.failures)
+
+
+def take_failures(connector: Any, output: "KVConnectorOutput | None") -> None:
+    """Tell the connector of the workers' failures before this step's requests finish.
+
+    The scheduler's own ``update_connector_output`` comes after: too late for a
+    request whose first step is its last.
+    """
+    if output is None or output.kv_connector_worker_meta is None:
+        return
+    pairs = [(connector, output.kv_connector_worker_meta)]
+    children = getattr(connector, "sub_connectors", None)
+    if children is not None:
+        pairs = list(zip(children, output.kv_connector_worker_meta.metadata))
+    for child, metadata in pairs:
+        if isinstance(metadata, HiddenStatesWorkerMetadata):
+            child.take_failures(metadata)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model runner calls: set up once, then one call after each forward.
+
+The model is asked for the union of the layers that are extracted and those that a
+drafter needs. After the forward, ``capture`` takes the extracted rows and gives the
+runner the output that it would have seen without extraction.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vllm.v1.hidden_states.plan import Span, plan_spans
+from vllm.v1.hidden_states.ring import Ring, Slot
+
+
+class RowReceiver(Protocol):
+    """Takes the rows of the requests that extract: the worker's connector."""
+
+    wanted: Mapping[str, int]
+    """For each request with rows to come, how many leading positions it wants."""
+
+    def receive(self, spans: Sequence[Span], slot: Slot) -> None:
+        """Take the spans' rows, which lie in ``slot`` in this order.
+
+        The caller holds the slot until this returns; the receiver holds it further
+        by ``slot.retain``, and releases it as often.
+        """
+
+    def fail_wanted(self, cause: str) -> None:
+        """No rows will come for any request in ``wanted``."""
+
+
+class MissingLayersError(RuntimeError):
+    """A model returned other layers than it was asked for."""
+
+    def __init__(self, message: str, hidden_states: Any):
+        super().__init__(message)
+        self.hidden_states = hidden_states
+
+
+class HiddenStateCapture:
+    """Captures hidden states in one worker.
+
+    Args:
+        layer_ids: Layers to extract, in the order of the columns.
+        hidden_size: H, of each layer's ``[N, H]``.
+        dtype: Of the rows as they are stored.
+        max_rows: The most rows that one step can have.
+        num_slots: Slots of the ring.
+        device: Where the model runs.
+        is_last_stage: Whether this worker's model returns the layers; earlier
+            pipeline stages hand theirs on within the model.
+        find_receiver: Called at the first capture. None where this worker's rows
+            are not wanted (another tensor-parallel rank writes them).
+    """
+
+    def __init__(
+        self,
+        layer_ids: Sequence[int],
+        hidden_size: int,
+        dtype: torch.dtype,
+        max_rows: int,
+        num_slots: int,
+        device: torch.device,
+        is_last_stage: bool,
+        find_receiver: Callable[[], RowReceiver | None],
+    ):
+        self.layer_ids = tuple(layer_ids)
+        self.hidden_size = hidden_size
+        self.is_last_stage = is_last_stage
+        self._find_receiver = find_receiver
+        self._receiver: RowReceiver | None = None
+        self._make_ring = lambda: Ring(
+            num_slots, (max_rows, len(self.layer_ids), hidden_size), dtype, device
+        )
+        self._ring: Ring | None = None
+        self._requested: tuple[int, ...] = ()
+        self._drafter_layers: tuple[int, ...] = ()
+
+    def attach(self, model: Any, drafter_layers: Sequence[int] = ()) -> None:
+        """Ask the model for the layers, beside those that a drafter needs.
+
+        Args:
+            model: Has ``set_aux_hidden_state_layers`` (``SupportsEagle3``).
+            drafter_layers: Layers already asked for, ids as above.
+        """
+        self._drafter_layers = tuple(sorted(set(drafter_layers)))
+        # Models hand their layers over sorted, whatever the order of the request.
+        self._requested = tuple(sorted({*self.layer_ids, *drafter_layers}))
+        model.set_aux_hidden_state_layers(self._requested)
+        if self.is_last_stage and self._ring is None:
+            self._ring = self._make_ring()
+
+    def strip(self, model_output: Any) -> Any:
+        """The model's output as the runner would see it without extraction.
+
+        Raises:
+            MissingLayersError: if the model returned other layers than those that it
+                was asked for.
+        """
+        return self._split(model_output)[0]
+
+    def capture(
+        self,
+        model_output: Any,
+        request_ids: Sequence[str],
+        num_scheduled_tokens: Sequence[int],
+        num_computed_tokens: Sequence[int],
+    ) -> Any:
+        """Take this step's wanted rows; returns the output without them.
+
+        Never waits for the device. Waits for a slot when the writers lag behind.
+        The arguments after the first are those of ``plan_spans``.
+        """
+        if not self.is_last_stage:
+            return model_output
+        receiver = self._receiver
+        if receiver is None:
+            receiver = self._receiver = self._find_receiver()
+        try:
+            stripped, layers = self._split(model_output)
+        except MissingLayersError as error:
+            # Start-up sees this first (strip), but where nothing is warmed up.
+            if self._drafter_layers:
+                raise
+            if receiver is not None:
+                receiver.fail_wanted(str(error))
+            return error.hidden_states
+        if receiver is None or not receiver.wanted:
+            return stripped
+        spans = plan_spans(
+            request_ids, num_scheduled_tokens, num_computed_tokens, receiver.wanted
+        )
+        if spans:
+            assert self._ring is not None, "attach() comes before capture()"
+            slot = self._ring.acquire()
+            try:
+                slot.fill(layers, spans)
+                receiver.receive(spans, slot)
+            finally:
+                slot.release()
+        return stripped
+
+    def _split(self, model_output: Any) -> tuple[Any, list[torch.Tensor]]:
+        if not self.is_last_stage:
+            return model_output, []
+        hidden_states, returned = (
+            model_output if isinstance(model_output, tuple) else (model_output, [])
+        )
+        shapes = {tuple(layer.shape[1:]) for layer in returned}
+        if len(returned) != len(self._requested) or shapes != {(self.hidden_size,)}:
+            raise MissingLayersError(
+                f"the model was asked for layers {list(self._requested)} of "
+                f"{self.hidden_size} values a token, and returned {len(returned)} of "
+                f"{sorted(shapes)}: its family does not expose them as it promises",
+                hidden_states,
+            )
+        by_id = dict(zip(self._requested, returned))
+        layers = [by_id[layer_id] for layer_id in self.layer_ids]
+        if self._drafter_layers:
+            return (hidden_states, [by_id[i] for i in self._drafter_layers]), layers
+        return hidden_states, layers

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a worker's capture from the engine's configuration.
+
+The one module of this package that needs vLLM, and only when it is called.
+"""
+
+import ast
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.v1.hidden_states.capture import HiddenStateCapture, RowReceiver
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+INTERFACE = "SupportsEagle3"
+
+
+def create_capture(
+    vllm_config: "VllmConfig", device: torch.device
+) -> HiddenStateCapture | None:
+    """The capture of this worker's model runner; None where nothing is extracted.
+
+    Raises:
+        ValueError: if the model's family cannot expose its layers.
+    """
+    config = vllm_config.hidden_states_config
+    if config is None:
+        return None
+    from vllm.distributed.parallel_state import get_pp_group
+
+    refuse_unsupported_family(vllm_config.model_config)
+    return HiddenStateCapture(
+        layer_ids=config.layer_ids,
+        hidden_size=vllm_config.model_config.get_hidden_size(),
+        dtype=vllm_config.model_config.dtype,
+        max_rows=vllm_config.scheduler_config.max_num_batched_tokens,
+        num_slots=config.num_ring_slots,
+        device=device,
+        is_last_stage=get_pp_group().is_last_rank,
+        find_receiver=find_receiver,
+    )
+
+
+def find_receiver() -> RowReceiver | None:
+    """The worker's connector, where it writes files; None on ranks that do not."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    for candidate in getattr(connector, "sub_connectors", [connector]):
+        if getattr(candidate, "takes_hidden_states_rows", False):
+            return candidate if candidate.is_writer else None
+    return None
+
+
+def refuse_unsupported_family(model_config: Any) -> None:
+    """Raise for a model class that cannot be asked for its layers.
+
+    Raises:
+        ValueError: naming the family, and those that would do.
+    """
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    model_class, architecture = get_model_architecture(model_config)
+    if supports_eagle3(model_class):
+        return
+    raise ValueError(
+        f"{architecture} cannot expose the hidden states of its layers (its class in "
+        f"vLLM lacks {INTERFACE}). Its Transformers implementation may: try "
+        "model_impl='transformers' (--model-impl transformers). Families that can: "
+        f"{', '.join(supported_families())}"
+    )
+
+
+def supported_families() -> list[str]:
+    """Architectures of generating models whose layers can be extracted.
+
+    Read from the sources of vLLM's models: to import all of them takes minutes.
+    """
+    from vllm.model_executor.models import ModelRegistry, registry
+
+    class_names = {
+        architecture: model.class_name
+        for architecture, model in ModelRegistry.models.items()
+        if isinstance(model, registry._LazyRegisteredModel)
+    }
+    generating = registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
+    bases = _base_classes()
+
+    def can_expose(name: str, seen: frozenset[str] = frozenset()) -> bool:
+        return name == INTERFACE or any(
+            can_expose(base, seen | {name})
+            for base in bases.get(name, set()) - seen
+        )
+
+    return sorted(
+        architecture
+        for architecture, class_name in class_names.items()
+        if architecture in generating and can_expose(class_name)
+    )
+
+
+def _base_classes() -> dict[str, set[str]]:
+    """Names of base classes by name of class, over all of vLLM's model files."""
+    from pathlib import Path
+
+    import vllm
+
+    root = Path(vllm.__file__).parent
+    bases: dict[str, set[str]] = {}
+    for folder in (root / "model_executor" / "models", root / "models"):
+        for path in folder.rglob("*.py"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef):
+                    names = {
+                        ast.unparse(base).split("[")[0].rpartition(".")[2]
+                        for base in node.bases
+                    }
+                    bases.setdefault(node.name, set()).update(names)
+    return bases
