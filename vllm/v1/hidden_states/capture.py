@@ -72,7 +72,7 @@ class HiddenStateCapture:
         self.is_last_stage = is_last_stage
         self._find_receiver = find_receiver
         self._receiver: RowReceiver | None = None
-        self._make_ring = lambda: Ring(
+        self._make_ring: Callable[[], Ring] = lambda: Ring(
             num_slots, (max_rows, len(self.layer_ids), hidden_size), dtype, device
         )
         self._ring: Ring | None = None
@@ -157,7 +157,7 @@ class HiddenStateCapture:
                 f"{sorted(shapes)}: its family does not expose them as it promises",
                 hidden_states,
             )
-        by_id = dict(zip(self._requested, returned))
+        by_id = dict(zip(self._requested, returned, strict=True))
         layers = [by_id[layer_id] for layer_id in self.layer_ids]
         if self._drafter_layers:
             return (hidden_states, [by_id[i] for i in self._drafter_layers]), layers

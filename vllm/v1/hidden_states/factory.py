@@ -34,13 +34,20 @@ def create_capture(
     return HiddenStateCapture(
         layer_ids=config.layer_ids,
         hidden_size=vllm_config.model_config.get_hidden_size(),
-        dtype=vllm_config.model_config.dtype,
+        dtype=model_dtype(vllm_config),
         max_rows=vllm_config.scheduler_config.max_num_batched_tokens,
         num_slots=config.num_ring_slots,
         device=device,
         is_last_stage=get_pp_group().is_last_rank,
         find_receiver=find_receiver,
     )
+
+
+def model_dtype(vllm_config: "VllmConfig") -> torch.dtype:
+    """The dtype of rows as they are stored: the model's."""
+    dtype = vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # resolved from its name long before
+    return dtype
 
 
 def find_receiver() -> RowReceiver | None:
@@ -91,8 +98,7 @@ def supported_families() -> list[str]:
 
     def can_expose(name: str, seen: frozenset[str] = frozenset()) -> bool:
         return name == INTERFACE or any(
-            can_expose(base, seen | {name})
-            for base in bases.get(name, set()) - seen
+            can_expose(base, seen | {name}) for base in bases.get(name, set()) - seen
         )
 
     return sorted(

@@ -40,7 +40,7 @@ def plan_spans(
     spans = []
     row = 0
     for request_id, num_rows, position in zip(
-        request_ids, num_scheduled_tokens, num_computed_tokens
+        request_ids, num_scheduled_tokens, num_computed_tokens, strict=False
     ):
         end = wanted.get(request_id)
         if end is not None and position < end:

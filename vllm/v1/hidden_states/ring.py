@@ -30,7 +30,7 @@ class Slot:
             if on_host
             else torch.empty(shape, dtype=dtype, pin_memory=True)
         )
-        self._bytes = memoryview(self.host_rows.view(-1).view(torch.uint8).numpy())
+        self._bytes = self.host_rows.view(-1).view(torch.uint8).numpy().data
         self._copied = None if on_host else ring.device_module.Event()
         self.num_users = 0
 

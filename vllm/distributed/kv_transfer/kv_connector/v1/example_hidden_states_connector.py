@@ -55,6 +55,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
+from vllm.v1.hidden_states.factory import model_dtype
 from vllm.v1.hidden_states.plan import Span
 from vllm.v1.hidden_states.ring import Slot
 from vllm.v1.request import RequestStatus
@@ -237,7 +238,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _init_worker_side(self) -> None:
         model_config = self._vllm_config.model_config
-        self._dtype: torch.dtype = model_config.dtype
+        self._dtype = model_dtype(self._vllm_config)
         self._metadata = {
             "layer_ids": str(list(self._config.layer_ids)),
             "model": str(model_config.model),

@@ -138,7 +138,7 @@ class HiddenStatesFile:
         """
         num_tokens = len(token_ids)
         rows_end = num_tokens * num_layers * hidden_size * dtype.itemsize
-        token_bytes = memoryview(np.ascontiguousarray(token_ids, "<i8")).cast("B")
+        token_bytes = np.ascontiguousarray(token_ids, "<i8").data.cast("B")
         header = {
             "__metadata__": {
                 "format": "pt",
@@ -264,7 +264,7 @@ def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None:
 def _read(path: str) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
     except (SafetensorError, OSError, ValueError) as error:
         raise HiddenStatesError(
             path, f"the file there is not whole, or no safetensors file: {error}"

@@ -57,7 +57,8 @@ def take_failures(connector: Any, output: "KVConnectorOutput | None") -> None:
     pairs = [(connector, output.kv_connector_worker_meta)]
     children = getattr(connector, "sub_connectors", None)
     if children is not None:
-        pairs = list(zip(children, output.kv_connector_worker_meta.metadata))
+        metadatas = output.kv_connector_worker_meta.metadata  # type: ignore[attr-defined]
+        pairs = list(zip(children, metadatas, strict=True))
     for child, metadata in pairs:
         if isinstance(metadata, HiddenStatesWorkerMetadata):
             child.take_failures(metadata)

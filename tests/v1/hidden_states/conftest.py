@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The references that several modules compare with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: str) -> Any:
+    """The tiny model's weights in Transformers, float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").eval()
+
+
+@pytest.fixture(scope="session")
+def reference_rows(reference: Any) -> Callable[[list[int]], torch.Tensor]:
+    """``[num_tokens, num_layers + 1, H]``: what enters each layer and the final norm.
+
+    By hooks, not ``output_hidden_states``: its last entry is after the norm.
+    """
+    modules = [*reference.model.layers, reference.model.norm]
+
+    def rows_of(token_ids: list[int]) -> torch.Tensor:
+        seen: dict[int, torch.Tensor] = {}
+
+        def watch(module: Any, layer: int) -> Any:
+            def hook(module: Any, args: Any, kwargs: Any) -> None:
+                rows = args[0] if args else kwargs["hidden_states"]
+                seen[layer] = rows[0].clone()
+
+            return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+        hooks = [watch(module, layer) for layer, module in enumerate(modules)]
+        try:
+            with torch.no_grad():
+                reference(torch.tensor([token_ids]))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack([seen[layer] for layer in range(len(modules))], dim=1)
+
+    return rows_of
+
+
+@pytest.fixture(scope="session")
+def constant_layers(engines: Any) -> Any:
+    """The module of the model whose hidden states are known."""
+    tests = Path(engines.__file__).parent
+    return engines.import_file(tests / "models" / "constant_layers.py")

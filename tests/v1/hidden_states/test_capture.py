@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capture, with a model and a receiver of the test's own: no engine."""
+
+import pytest
+import torch
+
+from vllm.v1.hidden_states.capture import HiddenStateCapture, MissingLayersError
+
+H = 4
+
+
+class Model:
+    """Returns the layers that it was asked for, sorted, as vLLM's models do."""
+
+    layers: tuple[int, ...] = ()
+
+    def set_aux_hidden_state_layers(self, layers):
+        self.layers = tuple(sorted(set(layers)))
+
+    def __call__(self, num_rows: int):
+        final = torch.full((num_rows, H), 99.0)
+        if not self.layers:
+            return final
+        row = torch.arange(num_rows)[:, None]
+        return final, [
+            (layer * 1000 + row).float().expand(num_rows, H) for layer in self.layers
+        ]
+
+
+class Receiver:
+    def __init__(self, wanted):
+        self.wanted = wanted
+        self.received = []
+        self.failures = []
+
+    def receive(self, spans, slot):
+        slot.wait()
+        first = 0
+        for span in spans:
+            rows = slot.host_rows[first : first + span.num_rows].clone()
+            self.received.append((span, rows))
+            first += span.num_rows
+
+    def fail_wanted(self, cause):
+        self.failures.append((list(self.wanted), cause))
+        self.wanted.clear()
+
+
+def make_capture(layer_ids, receiver, **settings):
+    settings = {
+        "hidden_size": H,
+        "dtype": torch.float32,
+        "max_rows": 16,
+        "num_slots": 1,
+        "device": torch.device("cpu"),
+        "is_last_stage": True,
+        "find_receiver": lambda: receiver,
+    } | settings
+    return HiddenStateCapture(layer_ids, **settings)
+
+
+def test_columns_come_in_the_order_of_the_ids():
+    receiver = Receiver({"a": 3})
+    capture = make_capture([4, 0, 2], receiver)
+    model = Model()
+    capture.attach(model)
+    output = capture.capture(model(16), ["x", "a"], [5, 7], [0, 0])
+    assert torch.equal(output, torch.full((16, H), 99.0))
+    ((span, rows),) = receiver.received
+    assert (span.row, span.position, span.num_rows) == (5, 0, 3)
+    expected = torch.tensor([[4005, 5, 2005], [4006, 6, 2006], [4007, 7, 2007]])
+    assert torch.equal(rows, expected[:, :, None].expand(3, 3, H).float())
+
+
+def test_a_drafter_gets_its_own_layers_in_its_own_order():
+    receiver = Receiver({"a": 2})
+    capture = make_capture([4, 1], receiver)
+    model = Model()
+    capture.attach(model, drafter_layers=(1, 3))
+    hidden_states, drafters = capture.capture(model(2), ["a"], [2], [0])
+    assert [layer[0, 0].item() for layer in drafters] == [1000, 3000]
+    assert receiver.received[0][1][0, :, 0].tolist() == [4000, 1000]
+    assert torch.equal(hidden_states, torch.full((2, H), 99.0))
+
+
+def test_a_step_without_wanted_rows_takes_no_slot():
+    receiver = Receiver({"b": 5})
+    capture = make_capture([1], receiver)
+    model = Model()
+    capture.attach(model)
+    ring = capture._ring
+    ring.acquire()  # the only one: a step that wanted one would wait for ever
+    assert capture.capture(model(2), ["a"], [2], [0]).shape == (2, H)
+    receiver.wanted = {}
+    assert capture.capture(model(2), ["a"], [2], [0]).shape == (2, H)
+
+
+def test_ranks_without_a_receiver_take_nothing():
+    capture = make_capture([1], None)
+    model = Model()
+    capture.attach(model)
+    assert capture.capture(model(2), ["a"], [2], [0]).shape == (2, H)
+    assert capture._ring.num_free == 1
+
+
+def test_earlier_pipeline_stages_hand_their_output_on():
+    capture = make_capture([1], None, is_last_stage=False)
+    capture.attach(Model())
+    output = object()
+    assert capture.capture(output, ["a"], [2], [0]) is output
+    assert capture.strip(output) is output
+    assert capture._ring is None
+
+
+def test_the_slot_is_free_again_when_the_receiver_fails():
+    receiver = Receiver({"a": 2})
+    receiver.receive = lambda spans, slot: 1 / 0
+    capture = make_capture([1], receiver)
+    model = Model()
+    capture.attach(model)
+    with pytest.raises(ZeroDivisionError):
+        capture.capture(model(2), ["a"], [2], [0])
+    assert capture._ring.num_free == 1
+
+
+@pytest.mark.parametrize("family", ["drops a layer", "returns none", "other width"])
+def test_a_family_that_breaks_its_promise(family):
+    """An error at start-up; where nothing is warmed up, an error of each request."""
+    receiver = Receiver({"a": 2})
+    capture = make_capture([1, 6], receiver)
+    model = Model()
+    capture.attach(model)
+    hidden_states, layers = model(2)
+    output = {
+        "drops a layer": (hidden_states, layers[:1]),
+        "returns none": hidden_states,
+        "other width": (hidden_states, [layer[:, :2] for layer in layers]),
+    }[family]
+    with pytest.raises(MissingLayersError, match=r"asked for layers \[1, 6\]"):
+        capture.strip(output)
+    for _ in range(2):
+        assert capture.capture(output, ["a"], [2], [0]) is hidden_states
+    (wanted, cause), second = receiver.failures
+    assert wanted == ["a"] and "asked for layers [1, 6]" in cause
+    assert second[0] == []
+    assert receiver.received == []

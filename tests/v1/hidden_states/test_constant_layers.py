@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First oracle: a model whose hidden states are known by layer, position, token."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
+    load_hidden_states,
+)
+
+LAYER_IDS = [5, 0, 3]
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "compiled": {"enforce_eager": False},
+    "eager, no chunked prefill": {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 1024,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def engine(request, engines, constant_layers, tmp_path_factory):
+    path = constant_layers.make_constant_layers_model(tmp_path_factory.mktemp("model"))
+    storage = tmp_path_factory.mktemp("storage")
+    with engines.running_engine(
+        path,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        **MODES[request.param],
+        **engines.extraction(LAYER_IDS, storage),
+    ) as llm:
+        yield SimpleNamespace(llm=llm, storage=storage)
+
+
+def check(constant_layers, prompt, output) -> None:
+    token_ids = torch.tensor(prompt["prompt_token_ids"])
+    loaded = load_hidden_states(
+        output.kv_transfer_params["hidden_states_path"], timeout=10
+    )
+    assert loaded["token_ids"].tolist() == token_ids.tolist()
+    positions = torch.arange(len(token_ids))
+    for column, layer in enumerate(LAYER_IDS):
+        known = constant_layers.known_rows(layer, positions, token_ids)
+        assert torch.equal(loaded["hidden_states"][:, column], known)
+
+
+LENGTHS = [1, 2, 63, 64, 65, 128, 129, 800, 1023]
+
+
+def test_every_row_is_its_own(engine, constant_layers, make_prompt):
+    """Prompts of a token, of a chunk, of many chunks, at once; twice the same."""
+    prompts = [make_prompt(length) for length in [*LENGTHS, 800, 63]]
+    outputs = engine.llm.generate(
+        prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check(constant_layers, prompt, output)
+
+
+def test_a_batch_of_32_beside_decoding(engine, constant_layers, make_prompt):
+    """Chunks, whole prompts and decode tokens of many requests in every step."""
+    prompts = [make_prompt(1 + (37 * i) % 190, seed=i) for i in range(32)]
+    sampling = [
+        SamplingParams(max_tokens=1 + i % 16, detokenize=False) for i in range(32)
+    ]
+    outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check(constant_layers, prompt, output)
+        # The model itself was not disturbed.
+        tokens = [prompt["prompt_token_ids"][-1], *output.outputs[0].token_ids]
+        for offset, (token, following) in enumerate(pairwise(tokens)):
+            position = len(prompt["prompt_token_ids"]) - 1 + offset
+            assert following == constant_layers.next_token(position, token)
+
+
+def test_a_repeated_prompt_is_computed_in_full(engine, constant_layers, make_prompt):
+    """The prefix cache would spare its rows; it is filled, but not read."""
+    prompt = make_prompt(300, seed=99)
+    for _ in range(3):
+        (output,) = engine.llm.generate(
+            [prompt], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+        )
+        assert output.num_cached_tokens == 0
+        check(constant_layers, prompt, output)
+
+
+def test_nothing_else_is_left_in_the_storage_path(engine):
+    assert {path.suffix for path in engine.storage.iterdir()} == {".safetensors"}

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine refuses when it starts, though the configuration is well-formed."""
+
+import subprocess
+
+import pytest
+
+
+@pytest.fixture
+def start(engines, tiny_model):
+    def start(path, model=tiny_model, layer_ids=(1,), **settings):
+        with engines.running_engine(
+            model, **engines.extraction(list(layer_ids), path), **settings
+        ):
+            pass
+
+    return start
+
+
+def test_a_storage_path_that_is_a_file(start, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("not a directory")
+    with pytest.raises(ValueError, match="shared_storage_path .*file.*no file can be"):
+        start(path)
+    with pytest.raises(ValueError, match="shared_storage_path .*no file can be made"):
+        start(path / "below")
+    assert path.read_text() == "not a directory"
+
+
+def test_a_storage_path_that_is_read_only(start, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(ValueError, match="shared_storage_path .*Read-only file system"):
+        start(small_disk)
+
+
+def test_a_storage_path_that_does_not_exist_is_made(start, tmp_path):
+    start(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_family_that_cannot_expose_its_layers(start, tmp_path_factory, tmp_path):
+    from transformers import OPTConfig
+
+    model = tmp_path_factory.mktemp("opt")
+    OPTConfig(
+        architectures=["OPTForCausalLM"],
+        vocab_size=64,
+        hidden_size=32,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        word_embed_proj_dim=32,
+        max_position_embeddings=2048,
+    ).save_pretrained(model)
+    with pytest.raises(
+        ValueError, match="OPTForCausalLM cannot expose.*LlamaForCausal"
+    ):
+        start(tmp_path, str(model), load_format="dummy", skip_tokenizer_init=True)
