@@ -153,6 +153,7 @@ def test_bad_layer_ids(make_config, layer_ids, message):
         ({"use_synchronization_lock": "perhaps"}, "(?s)use_synchronization_lock.*bool"),
         ({"shared_storage_path": ""}, "shared_storage_path ''"),
         ({"shared_storage_path": 3}, "(?s)shared_storage_path.*string"),
+        ({"allow_custom_save_path": True}, "(?s)allow_custom_save_path True.*False"),
         ({"layer_ids": [2]}, r"layer_ids \[2\] .* and .* \[1\] .* differ"),
     ],
     ids=json.dumps,

@@ -54,6 +54,9 @@ class HiddenStatesConfig:
     use_synchronization_lock: bool = True
     """Hold ``<path>.lock`` with an exclusive ``flock`` until the file is complete."""
 
+    allow_custom_save_path: bool = False
+    """Let clients choose where their file goes: not yet, so only False is valid."""
+
     num_ring_slots: int = Field(default=2, ge=1, le=64)
     """Slots of the ring, each of ``max_num_batched_tokens`` rows: the whole of the
     memory that extraction takes, and how many steps the writers may lag behind."""
@@ -66,6 +69,16 @@ class HiddenStatesConfig:
                 f"shared_storage_path {path!r}: give the path of a directory"
             )
         return path
+
+    @field_validator("allow_custom_save_path")
+    @classmethod
+    def _paths_are_the_engines(cls, allowed: bool) -> bool:
+        if allowed:
+            raise ValueError(
+                "allow_custom_save_path True: clients cannot choose paths yet; valid: "
+                "False"
+            )
+        return allowed
 
     def compute_hash(self) -> str:
         """Hash of what changes the computation graph: the ids and their order."""

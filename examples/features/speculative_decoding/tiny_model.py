@@ -79,7 +79,7 @@ def make_tiny_model(path: str | Path, seed: int = 0, **overrides) -> Path:
     } | overrides
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**settings)).to(torch.float32).eval()
+        model = Qwen3ForCausalLM(Qwen3Config(**settings)).float().eval()
     make_tokenizer(settings["vocab_size"]).save_pretrained(path)
     model.save_pretrained(path)
     return path

@@ -35,7 +35,7 @@ L, H = 3, 8
 
 def rows_and_bytes(num_tokens: int, dtype=torch.float32):
     rows = torch.randn(num_tokens, L, H).to(dtype)
-    return rows, memoryview(rows.view(-1).view(torch.uint8).numpy())
+    return rows, rows.view(-1).view(torch.uint8).numpy().data
 
 
 def finish(file: HiddenStatesFile, num_tokens: int, dtype=torch.float32) -> None:

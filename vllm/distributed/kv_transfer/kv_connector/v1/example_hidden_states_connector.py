@@ -145,13 +145,20 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "EngineArgs.create_engine_config() makes from the speculative config "
                 "or the connector's layer_ids"
             )
+        if hasattr(self, "_write_tensors"):
+            raise ValueError(
+                f"{type(self).__name__} overrides _write_tensors, which is never "
+                "called: rows are streamed to the file. Valid: a connector without it"
+            )
         self._config = config
         self._storage_path = os.path.abspath(config.shared_storage_path)
-        _check_storage_path(self._storage_path)
         if role == KVConnectorRole.SCHEDULER:
+            _check_storage_path(self._storage_path)
             self._init_scheduler_side()
         else:
             self._init_worker_side()
+            if self.is_writer:
+                _check_storage_path(self._storage_path)
 
     @property
     def requires_kv_delivery(self) -> bool:

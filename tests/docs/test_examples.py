@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example programs run."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = "examples/features/speculative_decoding"
+
+
+def example(docs: Any, name: str) -> list[str]:
+    return [sys.executable, str(docs.ROOT / FOLDER / name)]
+
+
+def test_offline_example(docs: Any, runner: Any, tmp_path: Path) -> None:
+    """With its own tiny model, and files that stay."""
+    command = example(docs, "extract_hidden_states_offline.py")
+    command += ["--layers", "6", "0", "--output", str(tmp_path)]
+    flag = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    output = runner.run(command, "the offline example", **flag)
+    assert "[9, 2, 128] torch." in output
+    assert "layer 0: mean norm" in output
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_online_example(docs: Any, server: Any) -> None:
+    command = example(docs, "extract_hidden_states_online.py")
+    url = f"http://localhost:{server.port}/v1"
+    output = server.run([*command, "--base-url", url], "the online example")
+    assert output.count("4, 128] torch.") == 3
+    assert "chat: 'Where does the river end?'" in output
+    assert not list(server.files.glob("*cmpl-*")), "the example has cleaned up"

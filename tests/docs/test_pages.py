@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages say is so: links, options, counts of lines."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import MISSING, fields
+from typing import Any
+from xml.etree import ElementTree
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        kept = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(kept.replace(" ", "-"))
+    return found
+
+
+def test_links_lead_somewhere(docs: Any) -> None:
+    for page in docs.pages():
+        text = (docs.ROOT / page).read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith("https://"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (docs.ROOT / page).parent / path if path else docs.ROOT / page
+            assert target.exists(), f"{page}: {link}"
+            if anchor:
+                assert anchor in anchors(target.read_text()), f"{page}: {link}"
+
+
+def test_every_page_is_in_the_index(docs: Any) -> None:
+    index = (docs.ROOT / "docs" / "README.md").read_text()
+    for page in docs.pages():
+        if page.startswith("docs/") and page != "docs/README.md":
+            assert f"({page.removeprefix('docs/')})" in index, page
+
+
+def test_options_are_those_of_the_configuration(docs: Any) -> None:
+    from vllm.config.hidden_states import HiddenStatesConfig
+
+    defaults = {}
+    for field in fields(HiddenStatesConfig):
+        default = getattr(field.default, "default", field.default)  # pydantic's
+        defaults[field.name] = default
+    table = docs.read_table(docs.FEATURE_PAGE, "options")
+    assert [row[0] for row in table] == list(defaults)
+    for option, written, _ in table:
+        if defaults[option] is not MISSING:
+            assert json.loads(written) == defaults[option], option
+
+
+def test_inserted_lines_are_those_of_the_patches(docs: Any) -> None:
+    counts: Counter[str] = Counter()
+    for patch in (docs.ROOT / "patches").glob("*.patch"):
+        path = ""
+        for line in patch.read_text().splitlines():
+            if line.startswith("+++ "):
+                path = line.removeprefix("+++ b/")
+            elif line.startswith("+"):
+                counts[path] += 1
+    table = docs.read_table("docs/design/hidden_states.md", "inserted lines")
+    *rows, total = [(row[0], int(row[1])) for row in table]
+    assert dict(rows) == dict(counts)
+    assert total == ("total", counts.total())
+    assert counts.total() < 100
+
+
+def test_pictures_are_self_contained(docs: Any) -> None:
+    """Well-formed, described, on a ground of their own, nothing from elsewhere."""
+    name = "{http://www.w3.org/2000/svg}"
+    for path in (docs.ROOT / "docs").rglob("*.svg"):
+        picture = ElementTree.parse(path).getroot()
+        assert picture.find(f"{name}title") is not None, path
+        assert picture.find(f"{name}desc") is not None, path
+        assert picture.find(f"{name}rect") is not None, path
+        assert not re.search(r"href|url\((?!#)|<script", path.read_text()), path
