@@ -161,11 +161,13 @@ def _write_command(directory: Path, dist_info: Path) -> None:
     for script in scripts:
         path = directory / "bin" / script.name
         path.parent.mkdir(exist_ok=True)
+        # The engine's processes import this file again, and must not run it.
         path.write_text(
             f"#!{sys.executable}\nimport sys\n\n"
             f"sys.path.insert(0, {str(directory)!r})\n"
-            f"from {script.module} import {script.attr}\n\n"
-            f"sys.exit({script.attr}())\n"
+            f'if __name__ == "__main__":\n'
+            f"    from {script.module} import {script.attr}\n\n"
+            f"    sys.exit({script.attr}())\n"
         )
         path.chmod(0o755)
 

@@ -87,6 +87,7 @@ def test_tree(tree: Sample) -> None:
     assert not (top / ALPHA).is_symlink()
     assert b"two\n" in (top / ALPHA).read_bytes()
     assert (top / "bin/vllm").stat().st_mode & 0o111
+    assert 'if __name__ == "__main__":' in (top / "bin/vllm").read_text()
     code = "import importlib.metadata as m; print(m.version('vllm'))"
     code += "; print(m.entry_points(name='vllm')['vllm'].value)"
     result = subprocess.run(
