@@ -191,12 +191,6 @@ def test_pooling_models_are_refused(make_config):
         make_config(speculation([1]), runner="pooling")
 
 
-def test_the_v2_runner_is_refused_by_name(make_config, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="V2 .*(extraction of hidden states|Triton)"):
-        make_config(speculation([1]))
-
-
 def test_families_are_refused_by_name(tiny_model):
     """Of what the sources say: no class is imported but the one that is asked for."""
     from vllm.config import ModelConfig

@@ -9,21 +9,22 @@ from vllm.v1.hidden_states.capture import HiddenStateCapture, MissingLayersError
 H = 4
 
 
-class Model:
+class Model(torch.nn.Module):
     """Returns the layers that it was asked for, sorted, as vLLM's models do."""
 
-    layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def set_aux_hidden_state_layers(self, layers):
-        self.layers = tuple(sorted(set(layers)))
+        self.aux_hidden_state_layers = tuple(sorted(set(layers)))
 
-    def __call__(self, num_rows: int):
+    def forward(self, num_rows: int):
         final = torch.full((num_rows, H), 99.0)
-        if not self.layers:
+        if not self.aux_hidden_state_layers:
             return final
         row = torch.arange(num_rows)[:, None]
         return final, [
-            (layer * 1000 + row).float().expand(num_rows, H) for layer in self.layers
+            (layer * 1000 + row).float().expand(num_rows, H)
+            for layer in self.aux_hidden_state_layers
         ]
 
 
@@ -76,7 +77,8 @@ def test_a_drafter_gets_its_own_layers_in_its_own_order():
     receiver = Receiver({"a": 2})
     capture = make_capture([4, 1], receiver)
     model = Model()
-    capture.attach(model, drafter_layers=(1, 3))
+    model.set_aux_hidden_state_layers((3, 1))
+    capture.attach(model, keep_layers=True)
     hidden_states, drafters = capture.capture(model(2), ["a"], [2], [0])
     assert [layer[0, 0].item() for layer in drafters] == [1000, 3000]
     assert receiver.received[0][1][0, :, 0].tolist() == [4000, 1000]
@@ -93,6 +95,15 @@ def test_a_step_without_wanted_rows_takes_no_slot():
     assert capture.capture(model(2), ["a"], [2], [0]).shape == (2, H)
     receiver.wanted = {}
     assert capture.capture(model(2), ["a"], [2], [0]).shape == (2, H)
+
+
+def test_a_warm_up_takes_nothing():
+    receiver = Receiver({"a": 2})
+    capture = make_capture([1], receiver)
+    model = Model()
+    capture.attach(model)
+    assert capture.capture(model(2), ["a"], [2], [0], is_dummy=True).shape == (2, H)
+    assert receiver.received == []
 
 
 def test_ranks_without_a_receiver_take_nothing():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """First oracle: a model whose hidden states are known by layer, position, token."""
 
+import os
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,10 @@ def engine(request, engines, constant_layers, tmp_path_factory):
         **MODES[request.param],
         **engines.extraction(LAYER_IDS, storage),
     ) as llm:
+        # The runner that is meant: test_v2_runner.py runs this module with V2.
+        assert llm.llm_engine.vllm_config.use_v2_model_runner == (
+            os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+        )
         yield SimpleNamespace(llm=llm, storage=storage)
 
 

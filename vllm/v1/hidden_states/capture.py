@@ -40,6 +40,19 @@ class MissingLayersError(RuntimeError):
         self.hidden_states = hidden_states
 
 
+def asked_layers(model: torch.nn.Module) -> tuple[int, ...]:
+    """The layers that a model was asked for last, sorted.
+
+    Raises:
+        ValueError: if no module of it says so.
+    """
+    for module in model.modules():
+        layers = getattr(module, "aux_hidden_state_layers", None)
+        if isinstance(layers, tuple):
+            return tuple(sorted(set(layers)))
+    raise ValueError(f"{type(model).__name__} does not say which layers it hands over")
+
+
 class HiddenStateCapture:
     """Captures hidden states in one worker.
 
@@ -79,16 +92,17 @@ class HiddenStateCapture:
         self._requested: tuple[int, ...] = ()
         self._drafter_layers: tuple[int, ...] = ()
 
-    def attach(self, model: Any, drafter_layers: Sequence[int] = ()) -> None:
-        """Ask the model for the layers, beside those that a drafter needs.
+    def attach(self, model: Any, keep_layers: bool = False) -> None:
+        """Ask the model for the layers.
 
         Args:
             model: Has ``set_aux_hidden_state_layers`` (``SupportsEagle3``).
-            drafter_layers: Layers already asked for, ids as above.
+            keep_layers: The model was asked for layers before, by a drafter: those
+                stay in the output that the runner sees.
         """
-        self._drafter_layers = tuple(sorted(set(drafter_layers)))
+        self._drafter_layers = asked_layers(model) if keep_layers else ()
         # Models hand their layers over sorted, whatever the order of the request.
-        self._requested = tuple(sorted({*self.layer_ids, *drafter_layers}))
+        self._requested = tuple(sorted({*self.layer_ids, *self._drafter_layers}))
         model.set_aux_hidden_state_layers(self._requested)
         if self.is_last_stage and self._ring is None:
             self._ring = self._make_ring()
@@ -108,14 +122,21 @@ class HiddenStateCapture:
         request_ids: Sequence[str],
         num_scheduled_tokens: Sequence[int],
         num_computed_tokens: Sequence[int],
+        is_dummy: bool = False,
     ) -> Any:
         """Take this step's wanted rows; returns the output without them.
 
         Never waits for the device. Waits for a slot when the writers lag behind.
-        The arguments after the first are those of ``plan_spans``.
+
+        Args:
+            model_output: As the model returned it.
+            request_ids, num_scheduled_tokens, num_computed_tokens: See ``plan_spans``.
+            is_dummy: The forward was a warm-up's: the same as ``strip``.
         """
         if not self.is_last_stage:
             return model_output
+        if is_dummy:
+            return self.strip(model_output)
         receiver = self._receiver
         if receiver is None:
             receiver = self._receiver = self._find_receiver()
