@@ -149,6 +149,7 @@ def test_bad_layer_ids(make_config, layer_ids, message):
             "(?s)num_writer_threads.*greater than or equal to 1",
         ),
         ({"num_writer_threads": "many"}, "(?s)num_writer_threads.*integer"),
+        ({"num_writer_threads": True}, "(?s)num_writer_threads.*integer"),
         ({"num_ring_slots": 0}, "(?s)num_ring_slots.*greater than or equal to 1"),
         ({"use_synchronization_lock": "perhaps"}, "(?s)use_synchronization_lock.*bool"),
         ({"shared_storage_path": ""}, "shared_storage_path ''"),
@@ -177,6 +178,44 @@ def test_a_consumer_role_makes_no_sense(make_config):
 def test_more_than_one_draft_token_makes_no_sense(make_config):
     with pytest.raises(ValueError, match="num_speculative_tokens 4.*valid: 1"):
         make_config(speculation([1]) | {"num_speculative_tokens": 4})
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("num_speculatve_tokens", "did you mean 'num_speculative_tokens'"),
+        ("colour", "unknown option 'colour' in speculative_config"),
+    ],
+)
+def test_unknown_keys_of_the_speculative_config(make_config, key, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(speculation([1]) | {key: 1})
+
+
+def test_layer_ids_in_both_places_may_agree(make_config):
+    config = make_config(speculation([1, 2]), {"layer_ids": (1, 2)})
+    assert config.hidden_states_config.layer_ids == (1, 2)
+
+
+def test_the_home_directory(make_config, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = make_config(speculation([1]), {"shared_storage_path": "~/rows"})
+    assert config.hidden_states_config.shared_storage_path == "/home/somebody/rows"
+
+
+@pytest.mark.parametrize("connector", ["ExampleConnector", CONNECTOR])
+def test_the_connectors_config_may_be_a_dict(tiny_model, connector):
+    options = {"layer_ids": [1]} if connector == CONNECTOR else {}
+    config = EngineArgs(
+        model=tiny_model,
+        max_model_len=512,
+        kv_transfer_config={
+            "kv_connector": connector,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": options,
+        },
+    ).create_engine_config()
+    assert (config.hidden_states_config is None) == (connector != CONNECTOR)
 
 
 def test_keys_may_have_dashes_like_other_speculative_configs(make_config):

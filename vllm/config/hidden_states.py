@@ -15,7 +15,8 @@ left as it is.
 """
 
 import difflib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,10 @@ class HiddenStatesConfig:
     before the final norm."""
 
     shared_storage_path: str = "/tmp"
-    """Directory of the files; made (mode 0700) where it does not exist."""
+    """Directory of the files; made (mode 0700) where it does not exist. ``~`` is the
+    home directory."""
 
-    num_writer_threads: int = Field(default=8, ge=1, le=256)
+    num_writer_threads: int = Field(default=8, ge=1, le=256, strict=True)
     """Threads that write rows to files."""
 
     use_synchronization_lock: bool = True
@@ -57,7 +59,7 @@ class HiddenStatesConfig:
     allow_custom_save_path: bool = False
     """Let clients choose where their file goes: not yet, so only False is valid."""
 
-    num_ring_slots: int = Field(default=2, ge=1, le=64)
+    num_ring_slots: int = Field(default=2, ge=1, le=64, strict=True)
     """Slots of the ring, each of ``max_num_batched_tokens`` rows: the whole of the
     memory that extraction takes, and how many steps the writers may lag behind."""
 
@@ -68,7 +70,7 @@ class HiddenStatesConfig:
             raise ValueError(
                 f"shared_storage_path {path!r}: give the path of a directory"
             )
-        return path
+        return os.path.expanduser(path)
 
     @field_validator("allow_custom_save_path")
     @classmethod
@@ -99,7 +101,7 @@ def extracts_hidden_states(
 
 
 def streamed_connector(
-    kv_transfer_config: "KVTransferConfig | None",
+    kv_transfer_config: "KVTransferConfig | Mapping[str, Any] | None",
 ) -> "KVTransferConfig | None":
     """The configuration of the connector that takes streamed rows, if there is one.
 
@@ -108,10 +110,15 @@ def streamed_connector(
     Raises:
         ValueError: if more than one connector takes streamed rows.
     """
-    if kv_transfer_config is None or kv_transfer_config.kv_connector is None:
+    if kv_transfer_config is None:
         return None
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if isinstance(kv_transfer_config, Mapping):  # EngineArgs takes it so, too
+        kv_transfer_config = KVTransferConfig(**kv_transfer_config)
+    if kv_transfer_config.kv_connector is None:
+        return None
 
     candidates = [kv_transfer_config]
     if kv_transfer_config.kv_connector == "MultiConnector":
@@ -172,7 +179,11 @@ def create_hidden_states_config(
         _requested_layer_ids(speculative_config, options.get("layer_ids"), name),
         model_config,
     )
-    _refuse_unknown_options(options, str(name))
+    _refuse_unknown(
+        options,
+        (field.name for field in fields(HiddenStatesConfig)),
+        f"kv_connector_extra_config of {name}",
+    )
     return HiddenStatesConfig(**options)
 
 
@@ -187,8 +198,15 @@ def _requested_layer_ids(
                 "layer_ids in kv_connector_extra_config"
             )
         return option
+    from vllm.config.speculative import SpeculativeConfig
+
+    _refuse_unknown(
+        speculative_config,
+        (field.name for field in fields(SpeculativeConfig)),
+        "speculative_config",
+    )
     num_speculative_tokens = speculative_config.get("num_speculative_tokens", 1)
-    if num_speculative_tokens != 1:
+    if num_speculative_tokens != 1 or isinstance(num_speculative_tokens, bool):
         raise ValueError(
             f"num_speculative_tokens {num_speculative_tokens!r}: method {METHOD!r} "
             "drafts nothing; valid: 1"
@@ -198,7 +216,7 @@ def _requested_layer_ids(
     layer_ids = _get(hf_config, LAYER_IDS_KEY)
     if layer_ids is None:
         layer_ids = option
-    elif option is not None and option != layer_ids:
+    elif option is not None and list(option) != list(layer_ids):
         raise ValueError(
             f"layer_ids {option!r} in kv_connector_extra_config and {LAYER_IDS_KEY} "
             f"{layer_ids!r} in speculative_config differ; give one of them"
@@ -238,13 +256,12 @@ def _checked_layer_ids(layer_ids: Any, model_config: "ModelConfig") -> tuple[int
     return tuple(layer_ids)
 
 
-def _refuse_unknown_options(options: Mapping[str, Any], connector: str) -> None:
-    known = [field.name for field in fields(HiddenStatesConfig)]
-    for option in options:
-        if option not in known:
-            near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], place: str) -> None:
+    names = sorted(known)
+    for key in given:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"unknown option {option!r} in kv_connector_extra_config of "
-                f"{connector}: {hint}valid: {', '.join(sorted(known))}"
+                f"unknown option {key!r} in {place}: {hint}valid: {', '.join(names)}"
             )

@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import stat
@@ -350,6 +351,154 @@ def test_cleanup(tmp_path):
     cleanup_hidden_states(path)
     cleanup_hidden_states(path)
     assert os.listdir(tmp_path) == []
+
+
+def test_cleanup_after_a_dead_writer(tmp_path):
+    """What it left goes; what a living writer holds stays."""
+    path = str(tmp_path / "a.safetensors")
+    open(path + ".partial", "w").close()
+    open(path + ".lock", "w").close()
+    with pytest.raises(HiddenStatesError, match="its writer ended before"):
+        load_hidden_states(path)
+    cleanup_hidden_states(path)
+    assert os.listdir(tmp_path) == []
+    file = HiddenStatesFile(path, "request", use_lock=False)
+    file.open()
+    cleanup_hidden_states(path)
+    file.write(0, rows_and_bytes(1)[1])
+    finish(file, 1)
+    assert len(load_hidden_states(path)["token_ids"]) == 1
+
+
+def test_a_reader_that_comes_after_another_ones_cleanup(tmp_path):
+    path = str(tmp_path / "a.safetensors")
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    causes: list = []
+
+    def read() -> None:
+        with pytest.raises(HiddenStatesError) as caught:
+            load_hidden_states(path)
+        causes.append(caught.value.cause)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    time.sleep(0.1)
+    file.withdraw()  # as an abort does; a cleanup of the complete file looks the same
+    reader.join(5)
+    assert "removed by another reader, or the request was aborted" in causes[0]
+
+
+def test_errors_travel_between_processes():
+    for kind in (HiddenStatesError, HiddenStatesTimeoutError):
+        error = pickle.loads(pickle.dumps(kind("/path", "cause", "request")))
+        assert type(error) is kind
+        assert (error.path, error.cause, error.request_id) == (
+            "/path",
+            "cause",
+            "request",
+        )
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_timeouts_that_are_over(tmp_path, timeout):
+    path = str(tmp_path / "a.safetensors")
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    with pytest.raises(HiddenStatesTimeoutError):
+        load_hidden_states(path, timeout)
+    file.withdraw()
+
+
+def test_a_path_with_nul():
+    with pytest.raises(HiddenStatesError, match="null byte"):
+        load_hidden_states("/tmp/a\0b")
+
+
+def test_what_an_earlier_request_left_is_not_this_ones(tmp_path):
+    path = str(tmp_path / "a.safetensors")
+    write_file(path)
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    assert not os.path.exists(path)
+    file.fail("cause")
+    with pytest.raises(HiddenStatesError, match="cause"):
+        load_hidden_states(path)
+
+
+def test_a_request_id_that_utf_8_cannot_hold(tmp_path):
+    path = str(tmp_path / "a.safetensors")
+    file = HiddenStatesFile(path, "\ud800")
+    file.open()
+    file.write(0, rows_and_bytes(1)[1])
+    finish(file, 1)
+    assert len(load_hidden_states(path)["token_ids"]) == 1
+    file = HiddenStatesFile(path, "\ud800")
+    file.open()
+    file.fail("\ud800")
+    with pytest.raises(HiddenStatesError):
+        load_hidden_states(path)
+
+
+def test_a_forked_process_keeps_no_reader_waiting(tmp_path):
+    path = str(tmp_path / "a.safetensors")
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    try:
+        file.write(0, rows_and_bytes(1)[1])
+        lock = os.open(path + ".lock", os.O_RDONLY)
+        finish(file, 1)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.close(lock)
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_lock_that_cannot_be_removed(tmp_path):
+    """The file is complete and stays so."""
+    path = str(tmp_path / "a.safetensors")
+    rows, data = rows_and_bytes(2)
+    before = open_descriptors()
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    os.unlink(path + ".lock")
+    os.mkdir(path + ".lock")
+    file.write(0, data)
+    finish(file, 2)
+    assert open_descriptors() == before
+    os.rmdir(path + ".lock")
+    assert torch.equal(load_hidden_states(path)["hidden_states"], rows)
+
+
+@pytest.mark.parametrize("end", ["fail", "withdraw"])
+def test_a_directory_that_becomes_a_file(tmp_path, end):
+    """Nothing can be written or removed there; the waiting reader is told."""
+    folder = tmp_path / "folder"
+    path = str(folder / "a.safetensors")
+    before = open_descriptors()
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    errors: list = []
+
+    def read() -> None:
+        try:
+            load_hidden_states(path)
+        except HiddenStatesError as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    time.sleep(0.1)
+    os.rename(folder, tmp_path / "moved")
+    folder.write_text("a file")
+    with pytest.raises(OSError):
+        file.fail("cause") if end == "fail" else file.withdraw()
+    reader.join(5)
+    assert len(errors) == 1
+    assert open_descriptors() == before
 
 
 # ---- Disks that refuse ---------------------------------------------------------

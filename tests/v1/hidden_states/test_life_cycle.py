@@ -164,6 +164,16 @@ def test_a_disk_that_fills_up_is_told_to_the_reader(run, disk, make_prompt):
             causes.append(error.cause)
     assert 0 < len(causes) < 6
     assert all("No space left" in cause for cause in causes)
+    # A client that has the cause has no path by which to remove a note.
+    settle(run.core)
+    told = {
+        os.path.basename(output.kv_transfer_params["hidden_states_path"])
+        for output in outputs
+        if "hidden_states_path" in output.kv_transfer_params
+    }
+    assert wait_for(
+        lambda: {name.removesuffix(".error") for name in os.listdir(disk)} == told
+    )
     for path in disk.iterdir():
         path.unlink()
     run.add(make_prompt(500))
@@ -254,7 +264,7 @@ def test_nothing_of_a_finished_request_is_kept(run, engine, make_prompt):
     scheduler = run.core.engine_core.engine_core.scheduler.connector
     for side, names in (
         (worker, ["_writers", "_token_ids", "_received", "wanted", "_opening"]),
-        (scheduler, ["_paths", "_unannounced", "_failures", "_aborted"]),
+        (scheduler, ["_paths", "_unannounced", "_failures", "_unwanted"]),
     ):
         for name in names:
             assert not getattr(side, name), name

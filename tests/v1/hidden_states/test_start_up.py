@@ -5,6 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors import safe_open
+
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
+    load_hidden_states,
+)
 
 
 @pytest.fixture
@@ -83,3 +90,33 @@ def test_a_subclass_that_writes_whole_tensors(engines, tiny_model, tmp_path):
             pass
     finally:
         sys.path.remove(str(tmp_path))
+
+
+def test_an_engine_after_one_that_failed_to_start(
+    engines, tiny_model, tmp_path, make_prompt, reference_rows
+):
+    """In one process the failed one leaves vLLM's one connector behind: its layers."""
+    with (
+        pytest.raises(ValueError, match="block size"),
+        engines.running_engine(
+            tiny_model, block_size=16, **engines.extraction([2, 6], tmp_path)
+        ),
+    ):
+        pass
+    with engines.running_engine(
+        tiny_model, **engines.extraction([3, 1, 0], tmp_path)
+    ) as llm:
+        prompt = make_prompt(20)
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+        path = output.kv_transfer_params["hidden_states_path"]
+        rows = load_hidden_states(path, timeout=10)["hidden_states"]
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["layer_ids"] == "[3, 1, 0]"
+    expected = reference_rows(prompt["prompt_token_ids"])[:, [3, 1, 0]]
+    torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_that_a_class_does_not_hand_over(start, tmp_path):
+    """Transformers' implementation has no embeddings to give."""
+    with pytest.raises(ValueError, match=r"cannot hand over layers \[0, 2\]"):
+        start(tmp_path, layer_ids=(2, 0), model_impl="transformers")

@@ -103,7 +103,14 @@ class HiddenStateCapture:
         self._drafter_layers = asked_layers(model) if keep_layers else ()
         # Models hand their layers over sorted, whatever the order of the request.
         self._requested = tuple(sorted({*self.layer_ids, *self._drafter_layers}))
-        model.set_aux_hidden_state_layers(self._requested)
+        try:
+            model.set_aux_hidden_state_layers(self._requested)
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot hand over layers "
+                f"{list(self._requested)} ({error!r}); some classes lack the first "
+                "(layer id 0, the embeddings) or the last"
+            ) from error
         if self.is_last_stage and self._ring is None:
             self._ring = self._make_ring()
 

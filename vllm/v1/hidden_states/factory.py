@@ -5,6 +5,7 @@ The one module of this package that needs vLLM, and only when it is called.
 """
 
 import ast
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.v1.hidden_states.capture import HiddenStateCapture, RowReceiver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.hidden_states import HiddenStatesConfig
 
 INTERFACE = "SupportsEagle3"
 
@@ -30,6 +32,7 @@ def create_capture(
         return None
     from vllm.distributed.parallel_state import get_pp_group
 
+    take_over_process(vllm_config)
     refuse_unsupported_family(vllm_config.model_config)
     return HiddenStateCapture(
         layer_ids=config.layer_ids,
@@ -39,7 +42,7 @@ def create_capture(
         num_slots=config.num_ring_slots,
         device=device,
         is_last_stage=get_pp_group().is_last_rank,
-        find_receiver=find_receiver,
+        find_receiver=partial(find_receiver, config),
     )
 
 
@@ -50,15 +53,49 @@ def model_dtype(vllm_config: "VllmConfig") -> torch.dtype:
     return dtype
 
 
-def find_receiver() -> RowReceiver | None:
-    """The worker's connector, where it writes files; None on ranks that do not."""
+def take_over_process(vllm_config: "VllmConfig") -> None:
+    """Make sure that this worker will have a KV connector of its own.
+
+    vLLM keeps one per process, and gives a second engine the first one's: its path,
+    its layers. An engine that failed at start-up leaves its own behind, too.
+
+    Raises:
+        RuntimeError: if the first engine is alive.
+    """
+    from vllm.distributed.kv_transfer import (
+        ensure_kv_transfer_shutdown,
+        has_kv_transfer_group,
+    )
+
+    if not has_kv_transfer_group():
+        return
+    for connector in _connectors():
+        if getattr(connector, "is_registered", True):
+            raise RuntimeError(
+                "two engines of one process cannot both have a KV connector, and "
+                "extraction needs one: vLLM keeps one per process. Give each engine a "
+                "process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1, the default)"
+            )
+    ensure_kv_transfer_shutdown()
+
+
+def find_receiver(config: "HiddenStatesConfig") -> RowReceiver | None:
+    """The worker's connector, where it writes files; None on ranks that do not.
+
+    Raises:
+        RuntimeError: if the process has no connector of this configuration.
+    """
+    for connector in _connectors():
+        if getattr(connector, "config", None) == config:
+            return connector if connector.is_writer else None
+    raise RuntimeError("the worker has no connector that takes its hidden states")
+
+
+def _connectors() -> list[Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
-    for candidate in getattr(connector, "sub_connectors", [connector]):
-        if getattr(candidate, "takes_hidden_states_rows", False):
-            return candidate if candidate.is_writer else None
-    return None
+    return list(getattr(connector, "sub_connectors", [connector]))
 
 
 def refuse_unsupported_family(model_config: Any) -> None:

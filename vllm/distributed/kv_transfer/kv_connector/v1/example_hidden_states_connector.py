@@ -8,7 +8,7 @@ them, and hands them to its writer threads. See ``docs/design/hidden_states.md``
 
 The scheduler side:
     on_new_request() - the request will compute all its tokens, also cached ones
-    build_connector_meta() - files of newly scheduled requests, aborted requests
+    build_connector_meta() - files of newly scheduled requests, and unwanted ones
     take_failures() - what the workers could not do, before requests finish
     request_finished() - the path, or the error, for the request's output
 
@@ -16,7 +16,7 @@ The worker side:
     bind_connector_metadata() - opens the new requests' files
     wanted, receive(), fail_wanted() - the RowReceiver of HiddenStateCapture
     build_connector_worker_meta() - reports failures
-    get_finished() - lets go of finished requests, removes what was aborted
+    get_finished() - lets go of finished requests, removes what nobody will fetch
     shutdown() - completes what can be completed, withdraws the rest
 """
 
@@ -150,7 +150,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 f"{type(self).__name__} overrides _write_tensors, which is never "
                 "called: rows are streamed to the file. Valid: a connector without it"
             )
-        self._config = config
+        self.config = config
         self._storage_path = os.path.abspath(config.shared_storage_path)
         if role == KVConnectorRole.SCHEDULER:
             _check_storage_path(self._storage_path)
@@ -173,7 +173,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._paths: dict[str, str] = {}
         self._unannounced: dict[str, np.ndarray] = {}
         self._failures: dict[str, str] = {}
-        self._aborted: set[str] = set()
+        self._unwanted: set[str] = set()
 
     def on_new_request(self, request: "Request") -> None:
         # A row that the prefix cache spares us is a row that is not computed. The
@@ -202,8 +202,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: "SchedulerOutput"
     ) -> KVConnectorMetadata:
-        metadata = HiddenStatesConnectorMetadata(aborted=self._aborted)
-        self._aborted = set()
+        metadata = HiddenStatesConnectorMetadata(unwanted=self._unwanted)
+        self._unwanted = set()
         if self._unannounced:
             for request_id in scheduler_output.num_scheduled_tokens:
                 token_ids = self._unannounced.pop(request_id, None)
@@ -228,9 +228,11 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if path is None or self._unannounced.pop(request_id, None) is not None:
             return False, None  # never scheduled: no worker knows of it
         if request.status not in WITH_OUTPUT:
-            self._aborted.add(request_id)
+            self._unwanted.add(request_id)
             return False, None
         if failure is not None:
+            # The client has the cause, and no path by which to remove the note.
+            self._unwanted.add(request_id)
             return False, {"hidden_states_error": failure}
         return False, {"hidden_states_path": path}
 
@@ -247,7 +249,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         model_config = self._vllm_config.model_config
         self._dtype = model_dtype(self._vllm_config)
         self._metadata = {
-            "layer_ids": str(list(self._config.layer_ids)),
+            "layer_ids": str(list(self.config.layer_ids)),
             "model": str(model_config.model),
             "dtype": str(self._dtype).removeprefix("torch."),
             # True of every layer: the last id is the last layer's output before it.
@@ -258,9 +260,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             get_tp_group().rank_in_group == 0
         )
         self._pool = ThreadPoolExecutor(
-            self._config.num_writer_threads, thread_name_prefix="hidden-states-writer"
+            self.config.num_writer_threads, thread_name_prefix="hidden-states-writer"
         )
-        self._is_registered = False
+        self.is_registered = False
         # All of live requests, complete or not: an abort removes complete ones too.
         self._writers: dict[str, FileWriter] = {}
         self._token_ids: dict[str, np.ndarray] = {}
@@ -272,13 +274,13 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # vLLM keeps one worker connector per process, and hands a second engine the
         # first one's.
-        if self._is_registered:
+        if self.is_registered:
             raise RuntimeError(
                 "two engines of one process cannot both extract hidden states: vLLM "
                 "keeps one KV connector per process. Give each engine a process of "
                 "its own (VLLM_ENABLE_V1_MULTIPROCESSING=1, the default)"
             )
-        self._is_registered = True
+        self.is_registered = True
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -289,9 +291,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             writer = FileWriter(
                 self._pool,
                 HiddenStatesFile(
-                    new.path, new.request_id, self._config.use_synchronization_lock
+                    new.path, new.request_id, self.config.use_synchronization_lock
                 ),
-                (len(self._config.layer_ids), self._hidden_size),
+                (len(self.config.layer_ids), self._hidden_size),
                 self._dtype,
             )
             # Runs beside the forward; build_connector_worker_meta waits for it.
@@ -362,8 +364,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
         metadata = self._connector_metadata
-        aborted = (
-            metadata.aborted
+        unwanted = (
+            metadata.unwanted
             if isinstance(metadata, HiddenStatesConnectorMetadata)
             else set()
         )
@@ -375,7 +377,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 self._stop_wanting(request_id)
                 del self._token_ids[request_id]
                 writer.remove()
-            elif request_id in aborted:
+            elif request_id in unwanted:
                 writer.remove()
         return None, None
 

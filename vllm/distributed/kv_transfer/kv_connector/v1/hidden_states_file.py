@@ -25,6 +25,7 @@ import fcntl
 import json
 import os
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,10 @@ class HiddenStatesError(RuntimeError):
         request = f" of request {request_id}" if request_id else ""
         super().__init__(f"no hidden states{request} at {path!r}: {cause}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled by their message alone, which is not what they take.
+        return type(self), (self.path, self.cause, self.request_id)
+
 
 class HiddenStatesTimeoutError(HiddenStatesError, TimeoutError):
     """The file was not complete in time; it may be later."""
@@ -110,6 +115,8 @@ class HiddenStatesFile:
             os.ftruncate(self._fd, 0)
             # Room for a note about what fails later; a full disk shows here.
             _write_at(self._fd, memoryview(bytes(HEADER_ROOM)), 0)
+            # What an earlier request left at this path is not this one's.
+            _unlink(self.path)
             _unlink(self.path + ERROR_SUFFIX)
         except OSError:
             self.withdraw()
@@ -160,12 +167,12 @@ class HiddenStatesFile:
         _write_at(self._fd, token_bytes, HEADER_ROOM + rows_end)
         os.ftruncate(self._fd, HEADER_ROOM + rows_end + len(token_bytes))
         size = HEADER_ROOM - 8
-        text = json.dumps(header, ensure_ascii=False).encode().ljust(size)
+        text = _encoded(header).ljust(size)
         if len(text) > size:
             raise OSError(f"a header of {len(text)} bytes has no room in {size}")
         _write_at(self._fd, memoryview(size.to_bytes(8, "little") + text), 0)
         os.rename(self.path + PARTIAL_SUFFIX, self.path)
-        self._close()
+        self._close()  # from here on the file is its readers'
 
     def fail(self, cause: str) -> None:
         """Take the file back and leave a note that says why.
@@ -178,7 +185,7 @@ class HiddenStatesFile:
             "request_id": self.request_id[:MAX_REQUEST_ID],
             "cause": cause[:MAX_CAUSE],
         }
-        text = json.dumps(note, ensure_ascii=False).encode()
+        text = _encoded(note)
         try:
             os.ftruncate(self._fd, HEADER_ROOM)  # frees the rows' space first
             _write_at(self._fd, memoryview(text.ljust(HEADER_ROOM)), 0)
@@ -187,10 +194,16 @@ class HiddenStatesFile:
             self.withdraw()
 
     def withdraw(self) -> None:
-        """Take back what has been written; leaves nothing. May be called twice."""
-        if self._fd >= 0:
-            _unlink(self.path + PARTIAL_SUFFIX)
-        self._close()
+        """Take back what has been written; leaves nothing. May be called twice.
+
+        Raises:
+            OSError: if the partial file cannot be removed; it is let go all the same.
+        """
+        try:
+            if self._fd >= 0:
+                _unlink(self.path + PARTIAL_SUFFIX)
+        finally:
+            self._close()
 
     def remove(self) -> None:
         """Remove the complete file or the note: for a request that was aborted."""
@@ -200,14 +213,17 @@ class HiddenStatesFile:
 
     def _close(self) -> None:
         # The lock file goes before its flock does: whoever waited has it open, and
-        # whoever comes later finds none.
+        # whoever comes later finds none. One that cannot be removed is in nobody's way
+        # without its flock.
         if self._lock_fd >= 0:
-            _unlink(self.path + LOCK_SUFFIX)
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            with contextlib.suppress(OSError):
+                _unlink(self.path + LOCK_SUFFIX)
+        for fd in (self._lock_fd, self._fd):
+            if fd >= 0:
+                # Not by closing alone: a forked process would keep the flock.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                os.close(fd)
+        self._lock_fd = self._fd = -1
 
 
 def load_hidden_states(
@@ -233,13 +249,15 @@ def load_hidden_states(
     path = os.fspath(path)
     deadline = None if timeout is None else time.monotonic() + timeout
     # Guards first, then the data: the writer shows the data before it lets go.
-    was_written = [_wait_for(path, path + LOCK_SUFFIX, deadline)]
-    was_written.append(_wait_for(path, path + PARTIAL_SUFFIX, deadline))
+    was_locked = _wait_for(path, path + LOCK_SUFFIX, deadline)
+    is_abandoned = _wait_for(path, path + PARTIAL_SUFFIX, deadline)
     if os.path.exists(path):
         return _read(path)
     _raise_noted_error(path)
-    if any(was_written):
+    if is_abandoned and os.path.exists(path + PARTIAL_SUFFIX):
         cause = "its writer ended before the file was complete"
+    elif was_locked or is_abandoned:
+        cause = "the file was removed by another reader, or the request was aborted"
     else:
         cause = (
             "no such file, and none is being written; it was removed, or the path is "
@@ -251,12 +269,19 @@ def load_hidden_states(
 def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None:
     """Remove what stands at a path once it is no longer needed.
 
-    Removes the file, its lock and its error note; with ``keep_hidden_states`` all but
-    the file. What is not there is no error.
+    Removes the file, its lock, its error note, and what a dead writer left of it; with
+    ``keep_hidden_states`` all but the file. What is not there is no error.
     """
     path = os.fspath(path)
     _unlink(path + LOCK_SUFFIX)
     _unlink(path + ERROR_SUFFIX)
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        fd = os.open(path + PARTIAL_SUFFIX, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _unlink(path + PARTIAL_SUFFIX)
+        finally:
+            os.close(fd)
     if not keep_hidden_states:
         _unlink(path)
 
@@ -265,7 +290,11 @@ def _read(path: str) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-    except (SafetensorError, OSError, ValueError) as error:
+    # safetensors opens the file twice, and raises a bare RuntimeError the second time.
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        if not os.path.exists(path):
+            cause = "the file was removed while it was read"
+            raise HiddenStatesError(path, cause) from error
         raise HiddenStatesError(
             path, f"the file there is not whole, or no safetensors file: {error}"
         ) from error
@@ -300,7 +329,7 @@ def _wait_for(path: str, guard: str, deadline: float | None) -> bool:
         fd = os.open(guard, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise HiddenStatesError(path, f"cannot open {guard!r}: {error}") from error
     try:
         if deadline is None:
@@ -310,7 +339,7 @@ def _wait_for(path: str, guard: str, deadline: float | None) -> bool:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return True
-            if time.monotonic() >= deadline:
+            if not time.monotonic() < deadline:  # also where the timeout is NaN
                 raise HiddenStatesTimeoutError(path, "still being written")
             time.sleep(POLL_INTERVAL)
     finally:
@@ -343,6 +372,12 @@ def _write_at(fd: int, data: memoryview, offset: int) -> None:
         written = os.pwrite(fd, data, offset)
         data = data[written:]
         offset += written
+
+
+def _encoded(value: Any) -> bytes:
+    # Not ASCII alone, which takes up to twelve bytes a character. A client's request
+    # id may hold what UTF-8 cannot.
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
 def _unlink(path: str) -> None:

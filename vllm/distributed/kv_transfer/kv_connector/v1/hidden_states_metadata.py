@@ -30,7 +30,8 @@ class HiddenStatesConnectorMetadata(KVConnectorMetadata):
     """Scheduler to workers, once a step."""
 
     new_files: list[NewFile] = field(default_factory=list)
-    aborted: set[str] = field(default_factory=set)
+    unwanted: set[str] = field(default_factory=set)
+    """Finished requests of whose file, or note, no client has been told."""
 
 
 @dataclass

@@ -49,6 +49,7 @@ class FileWriter:
         self._tasks: deque[Callable[[], None]] = deque()
         self._mutex = threading.Lock()
         self._is_running = False
+        self._turn = threading.Lock()
 
     def open(self) -> "Future[None]":
         """Make the file. The future is done when it is there or has failed."""
@@ -106,7 +107,7 @@ class FileWriter:
         self.failure = self.failure or "the request was aborted"
         try:
             self.file.remove()
-        except OSError as error:
+        except Exception as error:
             logger.error("Cannot remove %s: %s", self.file.path, error)
 
     def _try(self, verb: str, action: Callable[[], None]) -> None:
@@ -131,7 +132,7 @@ class FileWriter:
             return
         try:
             self.file.fail(cause)
-        except OSError as error:
+        except Exception as error:
             logger.error("Cannot leave a note at %s: %s", self.file.path, error)
 
     def _submit(self, task: Callable[[], None]) -> None:
@@ -142,14 +143,15 @@ class FileWriter:
             self._is_running = True
         try:
             self._pool.submit(self._run)
-        except RuntimeError:  # the interpreter is exiting: no more threads
+        except RuntimeError:  # no more threads, as when the interpreter exits
             self._run()
 
     def _run(self) -> None:
-        while True:
-            with self._mutex:
-                if not self._tasks:
-                    self._is_running = False
-                    return
-                task = self._tasks.popleft()
-            task()
+        with self._turn:  # a pool that cannot start a thread may still run it later
+            while True:
+                with self._mutex:
+                    if not self._tasks:
+                        self._is_running = False
+                        return
+                    task = self._tasks.popleft()
+                task()
