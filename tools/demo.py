@@ -432,6 +432,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     folder = Path(tempfile.mkdtemp(prefix="hidden-states-demo-"))
+    # torch makes this when it is imported, beside us where nothing says otherwise.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     try:
         return 0 if demo(folder) else 1
     except DemoError as error:
