@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     file_name,
     load_hidden_states,
 )
+from vllm.v1.hidden_states import capture
 
 LAYER_IDS = [2, 6]
 BYTES_PER_ROW = 2 * 128 * 4
@@ -203,6 +204,20 @@ def test_a_slow_disk_slows_the_engine_and_loses_nothing(
             output.kv_transfer_params["hidden_states_path"], timeout=10
         )
         assert loaded["token_ids"].tolist() == prompt["prompt_token_ids"]
+
+
+def test_rows_that_never_come_are_told_to_the_reader(run, make_prompt, monkeypatch):
+    """Whatever the reason is: a path that was handed out is never left open."""
+    monkeypatch.setattr(
+        capture.HiddenStateCapture,
+        "capture",
+        lambda self, model_output, *batch: self.strip(model_output),
+    )
+    run.add(make_prompt(10))
+    (output,) = run.drain()
+    settle(run.core)
+    with pytest.raises(HiddenStatesError, match="before its prompt was computed"):
+        load_hidden_states(output.kv_transfer_params["hidden_states_path"], timeout=5)
 
 
 def test_request_ids_that_are_no_file_names(run, disk, make_prompt):

@@ -373,12 +373,14 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             writer = self._writers.pop(request_id, None)
             if writer is None:
                 continue
-            if request_id in self.wanted:
+            is_incomplete = request_id in self.wanted
+            if is_incomplete:
                 self._stop_wanting(request_id)
                 del self._token_ids[request_id]
+            if request_id in unwanted:
                 writer.remove()
-            elif request_id in unwanted:
-                writer.remove()
+            elif is_incomplete:
+                writer.fail("the request ended before its prompt was computed in full")
         return None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
