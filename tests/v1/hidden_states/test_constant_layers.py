@@ -22,25 +22,47 @@ MODES: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": 1024,
     },
+    # 1,056 tokens of KV cache for requests of up to 1,023: they preempt each other.
+    "eager, preemption": {"num_gpu_blocks_override": 34, "block_size": 32},
 }
+if os.environ.get("ONLY_NGRAM"):  # by test_own_processes.py
+    MODES = {
+        "eager, beside ngram speculation": {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+            },
+        },
+    }
 
 
 @pytest.fixture(scope="module", params=MODES)
 def engine(request, engines, constant_layers, tmp_path_factory):
     path = constant_layers.make_constant_layers_model(tmp_path_factory.mktemp("model"))
     storage = tmp_path_factory.mktemp("storage")
+    settings = engines.extraction(LAYER_IDS, storage)
+    if "speculative_config" in MODES[request.param]:
+        options = settings["kv_transfer_config"]["kv_connector_extra_config"]
+        options["layer_ids"] = LAYER_IDS
+    settings |= MODES[request.param]
     with engines.running_engine(
-        path,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        **MODES[request.param],
-        **engines.extraction(LAYER_IDS, storage),
+        path, load_format="dummy", skip_tokenizer_init=True, **settings
     ) as llm:
-        # The runner that is meant: test_v2_runner.py runs this module with V2.
+        # The runner that is meant: test_own_processes.py runs this module with V2.
         assert llm.llm_engine.vllm_config.use_v2_model_runner == (
             os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
         )
-        yield SimpleNamespace(llm=llm, storage=storage)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempted = []
+        preempt = scheduler._preempt_request
+        scheduler._preempt_request = lambda request, *rest, **options: (
+            preempted.append(request.num_computed_tokens),
+            preempt(request, *rest, **options),
+        )[1]
+        yield SimpleNamespace(
+            llm=llm, storage=storage, mode=request.param, preempted=preempted
+        )
 
 
 def check(constant_layers, prompt, output) -> None:
@@ -82,6 +104,20 @@ def test_a_batch_of_32_beside_decoding(engine, constant_layers, make_prompt):
         for offset, (token, following) in enumerate(pairwise(tokens)):
             position = len(prompt["prompt_token_ids"]) - 1 + offset
             assert following == constant_layers.next_token(position, token)
+
+
+def test_requests_that_outgrow_the_cache(engine, constant_layers, make_prompt):
+    """In the mode with few blocks they preempt each other, and are computed again."""
+    prompts = [make_prompt(60, seed=seed) for seed in range(16)]
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
+    outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check(constant_layers, prompt, output)
+        tokens = [prompt["prompt_token_ids"][-1], *output.outputs[0].token_ids]
+        for offset, (token, following) in enumerate(pairwise(tokens)):
+            assert following == constant_layers.next_token(59 + offset, token)
+    if "preemption" in engine.mode:
+        assert engine.preempted
 
 
 def test_a_repeated_prompt_is_computed_in_full(engine, constant_layers, make_prompt):

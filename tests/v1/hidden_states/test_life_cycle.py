@@ -119,6 +119,22 @@ def test_an_aborted_request_leaves_nothing(run, disk, make_prompt, num_steps):
     assert wait_for(lambda: os.listdir(disk) == [os.path.basename(path)])
 
 
+def test_a_prompt_that_is_preempted_in_the_middle(run, make_prompt):
+    """It starts over; its rows are written again, to the same places."""
+    prompt = make_prompt(200, seed=3)
+    run.add(prompt)
+    (output,) = run.drain()
+    expected = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+    run.add(prompt)
+    run.step()
+    run.step()
+    scheduler = run.core.engine_core.engine_core.scheduler
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    (output,) = run.drain()
+    rows = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+    torch.testing.assert_close(rows, expected, atol=1e-6, rtol=1e-6)
+
+
 def fill(disk) -> None:
     with open(disk / "filler", "wb", buffering=0) as filler:
         try:
