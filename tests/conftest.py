@@ -135,9 +135,7 @@ def mounted_disk(path: Path, size: str) -> Iterator[Path]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run where there is a CUDA device; those of docs/ run last,
-    since the server that they share would take the others' processors."""
-    items.sort(key=lambda item: item.path.parent.name == "docs")
+    """Tests marked ``gpu`` run where there is a CUDA device."""
     if any("gpu" in item.keywords for item in items):
         import torch
 

@@ -429,6 +429,8 @@ def _terminated(number: int, frame: Any) -> NoReturn:
 
 
 def main() -> int:
+    # A shell that starts us in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
     folder = Path(tempfile.mkdtemp(prefix="hidden-states-demo-"))

@@ -180,7 +180,8 @@ def runner(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return Runner(tiny_model, tmp_path_factory.mktemp("docs"))
 
 
-@pytest.fixture(scope="session")
+# Not for the session: it would take processors from all tests that come later.
+@pytest.fixture(scope="module")
 def server(runner: Runner) -> Iterator[Runner]:
     """The server that the feature's page starts."""
     [block] = [b for b in read_blocks(FEATURE_PAGE) if b.language == "bash"]

@@ -82,6 +82,8 @@ def test_demo_cleans_up_after_an_interrupt(docs: Any, short_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # As where a shell has started the tests in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     assert demo.stdout is not None
     for line in demo.stdout:
