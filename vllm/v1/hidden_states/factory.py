@@ -31,7 +31,16 @@ def create_capture(
     if config is None:
         return None
     from vllm.distributed.parallel_state import get_pp_group
+    from vllm.logger import init_logger
 
+    init_logger(__name__).info_once(
+        "Extracting hidden states of layers %s into %s (ring of %d slots of %d rows); "
+        "nothing is drafted for it",
+        config.layer_ids,  # hashed, to say it once
+        config.shared_storage_path,
+        config.num_ring_slots,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+    )
     take_over_process(vllm_config)
     refuse_unsupported_family(vllm_config.model_config)
     return HiddenStateCapture(
