@@ -54,7 +54,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     FileWriter,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.logger import init_logger
 from vllm.v1.hidden_states.factory import model_dtype
 from vllm.v1.hidden_states.plan import Span
 from vllm.v1.hidden_states.ring import Slot
@@ -77,8 +76,6 @@ __all__ = [
     "extract_from_kv_cache",
     "load_hidden_states",
 ]
-
-logger = init_logger(__name__)
 
 # Bytes of a request id that stand in its file's name as they are; most file systems
 # allow 255 for the whole name.
@@ -342,8 +339,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             writer.write(span, slot, slot_row)
             slot_row += span.num_rows
             if span.end == self.wanted[request_id]:
-                self._stop_wanting(request_id)
-                token_ids = self._token_ids.pop(request_id)
+                token_ids = self._stop_wanting(request_id)
                 writer.finish(
                     token_ids,
                     self._metadata | {"num_prompt_tokens": str(len(token_ids))},
@@ -353,12 +349,13 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """No rows will come for the requests in ``wanted``."""
         for request_id in list(self.wanted):
             self._stop_wanting(request_id)
-            del self._token_ids[request_id]
             self._writers[request_id].fail(cause)
 
-    def _stop_wanting(self, request_id: str) -> None:
+    def _stop_wanting(self, request_id: str) -> np.ndarray:
+        """No more rows are wanted; returns the prompt's token ids."""
         del self.wanted[request_id]
         del self._received[request_id]
+        return self._token_ids.pop(request_id)
 
     def get_finished(
         self, finished_req_ids: set[str]
@@ -376,7 +373,6 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             is_incomplete = request_id in self.wanted
             if is_incomplete:
                 self._stop_wanting(request_id)
-                del self._token_ids[request_id]
             if request_id in unwanted:
                 writer.remove()
             elif is_incomplete:
