@@ -134,8 +134,24 @@ def mounted_disk(path: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
+columns = import_file(ROOT / "tests" / "columns.py")
+
+
+@pytest.fixture(scope="module", params=columns.parameters())
+def column(request: pytest.FixtureRequest) -> str:
+    """A column of the table of scenarios, such as "V1 eager"."""
+    return str(request.param)
+
+
+def column_settings(column: str) -> dict[str, Any]:
+    """Engine settings of a column; its runner is its process's."""
+    return {"enforce_eager": column.endswith("eager")}
+
+
+@pytest.hookimpl(trylast=True)  # of the items that -m and -k leave
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run where there is a CUDA device."""
+    """Tests marked ``gpu`` run where there is a CUDA device, and tests that need
+    another process in that."""
     if any("gpu" in item.keywords for item in items):
         import torch
 
@@ -143,3 +159,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if "gpu" in item.keywords:
                     item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+    columns.send_elsewhere(items)
