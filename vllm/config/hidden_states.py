@@ -59,6 +59,9 @@ class HiddenStatesConfig:
     allow_custom_save_path: bool = False
     """Let clients choose where their file goes: not yet, so only False is valid."""
 
+    extract_by_default: bool = True
+    """Extract requests that do not say ``extract_hidden_states`` themselves."""
+
     num_ring_slots: int = Field(default=2, ge=1, le=64, strict=True)
     """Slots of the ring, each of ``max_num_batched_tokens`` rows: the whole of the
     memory that extraction takes, and how many steps the writers may lag behind."""

@@ -67,6 +67,9 @@ class HiddenStateCapture:
             pipeline stages hand theirs on within the model.
         find_receiver: Called at the first capture. None where this worker's rows
             are not wanted (another tensor-parallel rank writes them).
+        positions_on_device: The numbers of computed tokens are upper bounds: the host
+            does not know yet how many drafted tokens were accepted. The rows'
+            positions go with them.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class HiddenStateCapture:
         device: torch.device,
         is_last_stage: bool,
         find_receiver: Callable[[], RowReceiver | None],
+        positions_on_device: bool = False,
     ):
         self.layer_ids = tuple(layer_ids)
         self.hidden_size = hidden_size
@@ -86,7 +90,11 @@ class HiddenStateCapture:
         self._find_receiver = find_receiver
         self._receiver: RowReceiver | None = None
         self._make_ring: Callable[[], Ring] = lambda: Ring(
-            num_slots, (max_rows, len(self.layer_ids), hidden_size), dtype, device
+            num_slots,
+            (max_rows, len(self.layer_ids), hidden_size),
+            dtype,
+            device,
+            positions_on_device,
         )
         self._ring: Ring | None = None
         self._requested: tuple[int, ...] = ()
@@ -129,6 +137,7 @@ class HiddenStateCapture:
         request_ids: Sequence[str],
         num_scheduled_tokens: Sequence[int],
         num_computed_tokens: Sequence[int],
+        positions: torch.Tensor | None = None,
         is_dummy: bool = False,
     ) -> Any:
         """Take this step's wanted rows; returns the output without them.
@@ -138,6 +147,7 @@ class HiddenStateCapture:
         Args:
             model_output: As the model returned it.
             request_ids, num_scheduled_tokens, num_computed_tokens: See ``plan_spans``.
+            positions: ``[N]`` of the step's tokens, on the device.
             is_dummy: The forward was a warm-up's: the same as ``strip``.
         """
         if not self.is_last_stage:
@@ -165,7 +175,7 @@ class HiddenStateCapture:
             assert self._ring is not None, "attach() comes before capture()"
             slot = self._ring.acquire()
             try:
-                slot.fill(layers, spans)
+                slot.fill(layers, spans, positions)
                 receiver.receive(spans, slot)
             finally:
                 slot.release()

@@ -52,6 +52,10 @@ def create_capture(
         device=device,
         is_last_stage=get_pp_group().is_last_rank,
         find_receiver=partial(find_receiver, config),
+        positions_on_device=(
+            vllm_config.speculative_config is not None
+            and bool(vllm_config.scheduler_config.async_scheduling)
+        ),
     )
 
 

@@ -44,8 +44,7 @@ def plan_spans(
     ):
         end = wanted.get(request_id)
         if end is not None and position < end:
-            spans.append(
-                Span(request_id, row, int(position), min(int(num_rows), end - position))
-            )
+            first, count = int(position), int(num_rows)  # not NumPy's, that overflow
+            spans.append(Span(request_id, row, first, min(count, end - first)))
         row += int(num_rows)
     return [span for span in spans if span.num_rows > 0]

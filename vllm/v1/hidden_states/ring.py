@@ -9,6 +9,7 @@ stays bounded, and nothing is dropped.
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from vllm.v1.hidden_states.pack import pack_rows
@@ -30,13 +31,39 @@ class Slot:
             if on_host
             else torch.empty(shape, dtype=dtype, pin_memory=True)
         )
-        self._bytes = self.host_rows.view(-1).view(torch.uint8).numpy().data
+        # [max_rows, L, H * bytes of a value]
+        self._bytes = self.host_rows.view(torch.uint8).numpy()
+        self._device_positions: torch.Tensor | None = None
+        self._host_positions: torch.Tensor | None = None
+        if ring.with_positions:
+            self._device_positions = torch.empty(
+                shape[0], dtype=torch.int64, device=ring.device
+            )
+            self._host_positions = (
+                self._device_positions
+                if on_host
+                else torch.empty(shape[0], dtype=torch.int64, pin_memory=True)
+            )
         self._copied = None if on_host else ring.device_module.Event()
         self.num_users = 0
 
-    def fill(self, layers: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-        """Pack the rows and start their copy to the host, without waiting for it."""
+    def fill(
+        self,
+        layers: Sequence[torch.Tensor],
+        spans: Sequence[Span],
+        positions: torch.Tensor | None = None,
+    ) -> None:
+        """Pack the rows and start their copy to the host, without waiting for it.
+
+        Args:
+            layers, spans: See ``pack_rows``.
+            positions: ``[N]`` of the step's tokens, on the device, for a ring that
+                keeps them.
+        """
         num_rows = pack_rows(layers, spans, self.device_rows)
+        if self._device_positions is not None:
+            assert positions is not None, "this ring keeps the rows' positions"
+            pack_rows([positions], spans, self._device_positions[:, None])
         if self._copied is None:
             return
         copy_stream = self._ring.copy_stream
@@ -47,6 +74,8 @@ class Slot:
             self.host_rows[:num_rows].copy_(
                 self.device_rows[:num_rows], non_blocking=True
             )
+            if self._host_positions is not None:
+                self._host_positions.copy_(self._device_positions, non_blocking=True)
             self._copied.record(copy_stream)
 
     def wait(self) -> None:
@@ -54,10 +83,30 @@ class Slot:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def row_bytes(self, first: int, num_rows: int) -> memoryview:
-        """The bytes of ``num_rows`` rows from ``first``: no copy, row-major."""
-        size = self._ring.bytes_per_row
-        return self._bytes[first * size : (first + num_rows) * size]
+    def row_bytes(
+        self, first: int, num_rows: int, columns: Sequence[int] | None = None
+    ) -> memoryview:
+        """The bytes of ``num_rows`` rows from ``first``, row-major.
+
+        Args:
+            first, num_rows: Which rows of the slot.
+            columns: Which layers of them, by their place; a copy. None for all.
+        """
+        rows = self._bytes[first : first + num_rows]
+        if columns is not None:
+            rows = np.ascontiguousarray(rows[:, list(columns)])
+        return rows.reshape(-1).data
+
+    def position(self, row: int, planned: int) -> int:
+        """The position of a row's token, once the rows are on the host.
+
+        Args:
+            row: Of the slot.
+            planned: What the step's plan has, for a ring that keeps no positions.
+        """
+        if self._host_positions is None:
+            return planned
+        return int(self._host_positions[row])
 
     def retain(self, num_users: int) -> None:
         """Add users to a slot that has at least one."""
@@ -76,6 +125,7 @@ class Ring:
         shape: ``(rows, layers, hidden size)`` of each.
         dtype: Of the rows as they are stored.
         device: Where the model runs.
+        with_positions: Whether slots keep the positions of their rows, too.
     """
 
     def __init__(
@@ -84,8 +134,10 @@ class Ring:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        with_positions: bool = False,
     ):
         self.device = device
+        self.with_positions = with_positions
         self.bytes_per_row = shape[1] * shape[2] * dtype.itemsize
         if device.type != "cpu":
             self.device_module = torch.get_device_module(device)

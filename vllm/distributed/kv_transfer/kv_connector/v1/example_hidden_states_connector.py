@@ -10,6 +10,7 @@ The scheduler side:
     on_new_request() - the request will compute all its tokens, also cached ones
     build_connector_meta() - files of newly scheduled requests, and unwanted ones
     take_failures() - what the workers could not do, before requests finish
+    ends_by_text() - whether a stop string ends the request, as the front end will find
     request_finished() - the path, or the error, for the request's output
 
 The worker side:
@@ -23,9 +24,11 @@ The worker side:
 import hashlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -54,8 +57,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     FileWriter,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.hidden_states.factory import model_dtype
 from vllm.v1.hidden_states.plan import Span
+from vllm.v1.hidden_states.request import (
+    HiddenStatesRequest,
+    RequestError,
+    is_further_choice,
+    parse_request,
+)
 from vllm.v1.hidden_states.ring import Slot
 from vllm.v1.request import RequestStatus
 
@@ -86,6 +97,20 @@ WITH_OUTPUT = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
+
+
+@dataclass
+class _Extraction:
+    """What the scheduler side keeps of a request."""
+
+    asked: HiddenStatesRequest | None
+    """None where the request's options are not valid."""
+    path: str
+    prompt_token_ids: np.ndarray
+    failure: str | None = None
+    stop: IncrementalDetokenizer | None = None
+    is_announced: bool = False
+    """Whether the workers know of it."""
 
 
 def extract_from_kv_cache(
@@ -167,24 +192,57 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # ==============================
 
     def _init_scheduler_side(self) -> None:
-        self._paths: dict[str, str] = {}
-        self._unannounced: dict[str, np.ndarray] = {}
-        self._failures: dict[str, str] = {}
+        self._extractions: dict[str, _Extraction] = {}
         self._unwanted: set[str] = set()
+        self._finished: dict[str, np.ndarray] = {}
 
     def on_new_request(self, request: "Request") -> None:
-        # A row that the prefix cache spares us is a row that is not computed. The
-        # request still fills the cache for others.
-        request.skip_reading_prefix_cache = True
         request_id = request.request_id
-        self._paths[request_id] = os.path.join(
-            self._storage_path, file_name(request_id)
+        failure = None
+        try:
+            asked = parse_request(request.kv_transfer_params, self.config)
+        except RequestError as error:  # of a front end that does not check
+            asked, failure = None, str(error)
+        if failure is None and (asked is None or is_further_choice(request)):
+            return
+        if asked is not None:
+            # A row that the prefix cache spares us is a row that is not computed. The
+            # request still fills the cache for others.
+            request.skip_reading_prefix_cache = True
+        self._extractions[request_id] = _Extraction(
+            asked,
+            os.path.join(self._storage_path, file_name(request_id)),
+            _prompt_token_ids(request),
+            failure=failure,
+            stop=self._make_stop(request) if asked is not None else None,
         )
-        self._unannounced[request_id] = (
-            np.asarray(request.prompt_token_ids, np.int64)
-            if request.prompt_token_ids is not None
-            else np.full(request.num_prompt_tokens, -1, np.int64)
-        )
+
+    def _make_stop(self, request: "Request") -> IncrementalDetokenizer | None:
+        """Finds the request's stop strings; None where it has none.
+
+        Without this the front end alone would find them, some steps later, and abort
+        the request: as a client does that gives up, whose file is removed.
+        """
+        params = request.sampling_params
+        if params is None or not params.stop or not params.detokenize:
+            return None
+        tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
+        return IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+    def ends_by_text(self, request: "Request") -> bool:
+        """Whether the newest output token completes a stop string.
+
+        The request then ends as by its length: the front end finds the string, too,
+        and says so.
+        """
+        extraction = self._extractions.get(request.request_id)
+        if extraction is None or extraction.stop is None:
+            return False
+        newest = request.output_token_ids[-1]
+        if extraction.stop.update([newest], False) is None:
+            return False
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return True
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -199,39 +257,60 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: "SchedulerOutput"
     ) -> KVConnectorMetadata:
-        metadata = HiddenStatesConnectorMetadata(unwanted=self._unwanted)
+        metadata = HiddenStatesConnectorMetadata(
+            unwanted=self._unwanted, finished=self._finished
+        )
         self._unwanted = set()
-        if self._unannounced:
-            for request_id in scheduler_output.num_scheduled_tokens:
-                token_ids = self._unannounced.pop(request_id, None)
-                if token_ids is not None:
-                    metadata.new_files.append(
-                        NewFile(request_id, self._paths[request_id], token_ids)
-                    )
+        self._finished = {}
+        for request_id in scheduler_output.num_scheduled_tokens:
+            extraction = self._extractions.get(request_id)
+            if extraction is None or extraction.is_announced or not extraction.asked:
+                continue
+            extraction.is_announced = True
+            metadata.new_files.append(
+                NewFile(
+                    request_id,
+                    extraction.path,
+                    extraction.prompt_token_ids,
+                    extraction.asked.columns,
+                    extraction.asked.include_output_tokens,
+                )
+            )
         return metadata
 
     def take_failures(self, metadata: HiddenStatesWorkerMetadata) -> None:
         """Remember failures of requests that are still alive."""
         for request_id, cause in metadata.failures.items():
-            if request_id in self._paths:
-                self._failures[request_id] = cause
+            if request_id in self._extractions:
+                self._extractions[request_id].failure = cause
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
-        path = self._paths.pop(request_id, None)
-        failure = self._failures.pop(request_id, None)
-        if path is None or self._unannounced.pop(request_id, None) is not None:
-            return False, None  # never scheduled: no worker knows of it
-        if request.status not in WITH_OUTPUT:
+        extraction = self._extractions.pop(request_id, None)
+        if extraction is None:
+            return False, None
+        has_output = request.status in WITH_OUTPUT
+        if not extraction.is_announced:  # no worker knows of it
+            failure = extraction.failure if has_output else None
+            return False, {"hidden_states_error": failure} if failure else None
+        if not has_output:
             self._unwanted.add(request_id)
             return False, None
-        if failure is not None:
+        if extraction.failure is not None:
             # The client has the cause, and no path by which to remove the note.
             self._unwanted.add(request_id)
-            return False, {"hidden_states_error": failure}
-        return False, {"hidden_states_path": path}
+            return False, {"hidden_states_error": extraction.failure}
+        if extraction.asked is not None and extraction.asked.include_output_tokens:
+            # The last token never was an input.
+            self._finished[request_id] = np.concatenate(
+                [
+                    extraction.prompt_token_ids,
+                    np.asarray(request.output_token_ids[:-1], np.int64),
+                ]
+            )
+        return False, {"hidden_states_path": extraction.path}
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -246,7 +325,6 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         model_config = self._vllm_config.model_config
         self._dtype = model_dtype(self._vllm_config)
         self._metadata = {
-            "layer_ids": str(list(self.config.layer_ids)),
             "model": str(model_config.model),
             "dtype": str(self._dtype).removeprefix("torch."),
             # True of every layer: the last id is the last layer's output before it.
@@ -262,10 +340,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.is_registered = False
         # All of live requests, complete or not: an abort removes complete ones too.
         self._writers: dict[str, FileWriter] = {}
-        self._token_ids: dict[str, np.ndarray] = {}
+        self._new_files: dict[str, NewFile] = {}
         self._opening: list[Future[None]] = []
-        # Positions up to which each request in `wanted` has handed over its rows.
-        self._received: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -290,15 +366,23 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 HiddenStatesFile(
                     new.path, new.request_id, self.config.use_synchronization_lock
                 ),
-                (len(self.config.layer_ids), self._hidden_size),
+                (len(self._layer_ids(new)), self._hidden_size),
                 self._dtype,
+                new.columns,
             )
             # Runs beside the forward; build_connector_worker_meta waits for it.
             self._opening.append(writer.open())
             self._writers[new.request_id] = writer
-            self._token_ids[new.request_id] = new.token_ids
-            self._received[new.request_id] = 0
-            self.wanted[new.request_id] = len(new.token_ids)
+            self._new_files[new.request_id] = new
+            self.wanted[new.request_id] = (
+                sys.maxsize if new.include_output_tokens else len(new.token_ids)
+            )
+
+    def _layer_ids(self, new: NewFile) -> list[int]:
+        """The layers of a file, in the order of its columns."""
+        if new.columns is None:
+            return list(self.config.layer_ids)
+        return [self.config.layer_ids[column] for column in new.columns]
 
     @property
     def _hidden_size(self) -> int:
@@ -328,22 +412,22 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         slot_row = 0
         for span in spans:
             request_id = span.request_id
-            writer = self._writers[request_id]
-            if span.position > self._received[request_id]:
-                writer.fail(
-                    f"rows {self._received[request_id]} to {span.position - 1} were "
-                    "not computed by this engine"
-                )
-            # A preempted request starts over: rows again, to the same places.
-            self._received[request_id] = span.end
-            writer.write(span, slot, slot_row)
+            self._writers[request_id].write(span, slot, slot_row)
             slot_row += span.num_rows
             if span.end == self.wanted[request_id]:
-                token_ids = self._stop_wanting(request_id)
-                writer.finish(
-                    token_ids,
-                    self._metadata | {"num_prompt_tokens": str(len(token_ids))},
-                )
+                self._complete(request_id, self._new_files[request_id].token_ids)
+
+    def _complete(self, request_id: str, token_ids: np.ndarray) -> None:
+        """All rows of a file have been handed to its writer."""
+        new = self._stop_wanting(request_id)
+        self._writers[request_id].finish(
+            token_ids,
+            self._metadata
+            | {
+                "layer_ids": str(self._layer_ids(new)),
+                "num_prompt_tokens": str(len(new.token_ids)),
+            },
+        )
 
     def fail_wanted(self, cause: str) -> None:
         """No rows will come for the requests in ``wanted``."""
@@ -351,32 +435,32 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._stop_wanting(request_id)
             self._writers[request_id].fail(cause)
 
-    def _stop_wanting(self, request_id: str) -> np.ndarray:
-        """No more rows are wanted; returns the prompt's token ids."""
+    def _stop_wanting(self, request_id: str) -> NewFile:
+        """No more rows are wanted of this request."""
         del self.wanted[request_id]
-        del self._received[request_id]
-        return self._token_ids.pop(request_id)
+        return self._new_files.pop(request_id)
 
     def get_finished(
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
         metadata = self._connector_metadata
-        unwanted = (
-            metadata.unwanted
-            if isinstance(metadata, HiddenStatesConnectorMetadata)
-            else set()
-        )
+        assert isinstance(metadata, HiddenStatesConnectorMetadata)
         for request_id in finished_req_ids:
-            writer = self._writers.pop(request_id, None)
+            writer = self._writers.get(request_id)
             if writer is None:
                 continue
-            is_incomplete = request_id in self.wanted
-            if is_incomplete:
-                self._stop_wanting(request_id)
-            if request_id in unwanted:
+            if request_id in self.wanted:
+                if request_id in metadata.finished:
+                    self._complete(request_id, metadata.finished[request_id])
+                else:
+                    self._stop_wanting(request_id)
+                    if request_id not in metadata.unwanted:
+                        writer.fail(
+                            "the request ended before its prompt was computed in full"
+                        )
+            if request_id in metadata.unwanted:
                 writer.remove()
-            elif is_incomplete:
-                writer.fail("the request ended before its prompt was computed in full")
+            del self._writers[request_id]
         return None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -396,6 +480,16 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self.fail_wanted("the engine was shut down before the prompt was computed")
         self._pool.shutdown(wait=True)
+
+
+def _prompt_token_ids(request: "Request") -> np.ndarray:
+    """``[num_prompt_tokens]`` int64; -1 where the prompt has embeddings."""
+    if request.prompt_token_ids is None:
+        return np.full(request.num_prompt_tokens, -1, np.int64)
+    token_ids = np.asarray(request.prompt_token_ids, np.int64)
+    if request.prompt_is_token_ids is not None:
+        token_ids[~np.asarray(request.prompt_is_token_ids, bool)] = -1
+    return token_ids
 
 
 def _check_storage_path(path: str) -> None:

@@ -23,6 +23,10 @@ class NewFile:
     path: str
     token_ids: np.ndarray
     """``[num_prompt_tokens]`` int64; -1 where the prompt has embeddings only."""
+    columns: tuple[int, ...] | None = None
+    """Which of the engine's layers, by their place; None for all of them."""
+    include_output_tokens: bool = False
+    """Rows go on after the prompt, until the request ends."""
 
 
 @dataclass
@@ -32,6 +36,8 @@ class HiddenStatesConnectorMetadata(KVConnectorMetadata):
     new_files: list[NewFile] = field(default_factory=list)
     unwanted: set[str] = field(default_factory=set)
     """Finished requests of whose file, or note, no client has been told."""
+    finished: dict[str, np.ndarray] = field(default_factory=dict)
+    """Finished requests with output: the token ids of all rows of their files."""
 
 
 @dataclass
@@ -63,3 +69,15 @@ def take_failures(connector: Any, output: "KVConnectorOutput | None") -> None:
     for child, metadata in pairs:
         if isinstance(metadata, HiddenStatesWorkerMetadata):
             child.take_failures(metadata)
+
+
+def ends_by_text(connector: Any, request: Any) -> bool:
+    """Whether a stop string ends a request that extracts, with its newest token.
+
+    See ``ExampleHiddenStatesConnector.ends_by_text``.
+    """
+    return any(
+        child.ends_by_text(request)
+        for child in getattr(connector, "sub_connectors", [connector])
+        if getattr(child, "takes_hidden_states_rows", False)
+    )

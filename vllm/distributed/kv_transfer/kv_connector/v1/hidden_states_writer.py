@@ -29,8 +29,10 @@ class FileWriter:
     Args:
         pool: Threads shared by all files.
         file: Not yet open.
-        shape: ``(layers, hidden size)`` of a row.
+        shape: ``(layers, hidden size)`` of a row in the file.
         dtype: Of the rows.
+        columns: Which of a slot's layers are in the file, by their place; None for
+            all.
     """
 
     def __init__(
@@ -39,12 +41,16 @@ class FileWriter:
         file: HiddenStatesFile,
         shape: tuple[int, int],
         dtype: torch.dtype,
+        columns: tuple[int, ...] | None = None,
     ):
         self.file = file
         self.failure: str | None = None
         self._pool = pool
         self._num_layers, self._hidden_size = shape
         self._dtype = dtype
+        self._columns = columns
+        # Leading rows that stand in the file.
+        self._num_rows = 0
         self._bytes_per_row = shape[0] * shape[1] * dtype.itemsize
         self._tasks: deque[Callable[[], None]] = deque()
         self._mutex = threading.Lock()
@@ -67,10 +73,14 @@ class FileWriter:
 
         def write_rows() -> None:
             slot.wait()
+            position = slot.position(slot_row, span.position)
+            self._refuse_gap(position)
             self.file.write(
-                span.position * self._bytes_per_row,
-                slot.row_bytes(slot_row, span.num_rows),
+                position * self._bytes_per_row,
+                slot.row_bytes(slot_row, span.num_rows, self._columns),
             )
+            # A preempted request starts over: rows again, to the same places.
+            self._num_rows = max(self._num_rows, position + span.num_rows)
 
         def task() -> None:
             try:
@@ -81,19 +91,15 @@ class FileWriter:
         self._submit(task)
 
     def finish(self, token_ids: np.ndarray, metadata: dict[str, str]) -> None:
-        """All rows have been given: complete the file."""
-        self._submit(
-            lambda: self._try(
-                "complete",
-                lambda: self.file.finish(
-                    token_ids,
-                    self._num_layers,
-                    self._hidden_size,
-                    self._dtype,
-                    metadata,
-                ),
+        """All rows have been given: complete the file, with as many as token ids."""
+
+        def finish_file() -> None:
+            self._refuse_gap(len(token_ids))
+            self.file.finish(
+                token_ids, self._num_layers, self._hidden_size, self._dtype, metadata
             )
-        )
+
+        self._submit(lambda: self._try("complete", finish_file))
 
     def fail(self, cause: str) -> None:
         """No file will come, for a reason that is not the disk's."""
@@ -102,6 +108,13 @@ class FileWriter:
     def remove(self) -> None:
         """Take back whatever there is, complete or not: the request was aborted."""
         self._submit(self._remove)
+
+    def _refuse_gap(self, position: int) -> None:
+        if position > self._num_rows:
+            raise ValueError(
+                f"rows {self._num_rows} to {position - 1} were not computed by this "
+                "engine"
+            )
 
     def _remove(self) -> None:
         self.failure = self.failure or "the request was aborted"

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one request asks for, in its ``kv_transfer_params``.
+
+Read twice: by the front end, which refuses what is not valid before anything is
+queued (HTTP 400), and by the engine, which another front end may reach unchecked.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config.hidden_states import HiddenStatesConfig
+
+PARAMS_KEY = "kv_transfer_params"
+EXTRACT = "extract_hidden_states"
+LAYERS = "hidden_states_layers"
+OUTPUT = "include_output_tokens"
+OPTIONS = (EXTRACT, LAYERS, OUTPUT)
+
+# In a request's extra_args: of `n` > 1 choices only the first one's request extracts.
+FIRST_CHOICE_ONLY = "hidden_states_of_first_choice_only"
+
+
+class RequestError(ValueError):
+    """An option of a request is not valid.
+
+    Attributes:
+        option: Its name, as in ``kv_transfer_params.include_output_tokens``.
+        value: What was given.
+    """
+
+    def __init__(self, option: str, value: Any, sentence: str):
+        self.option = f"{PARAMS_KEY}.{option}" if option else PARAMS_KEY
+        self.value = value
+        super().__init__(f"{self.option} {value!r}: {sentence}")
+
+
+@dataclass(frozen=True)
+class HiddenStatesRequest:
+    """What is extracted of one request."""
+
+    columns: tuple[int, ...] | None
+    """Which of the server's layers, by their place; None for all of them."""
+
+    include_output_tokens: bool
+    """Also rows of the output's tokens but for the last, which never is an input."""
+
+
+def parse_request(
+    params: Any, config: "HiddenStatesConfig"
+) -> HiddenStatesRequest | None:
+    """The options in a request's ``kv_transfer_params``; None where it opts out.
+
+    Raises:
+        RequestError: naming the option, its value, and what would be valid.
+    """
+    if params is None:
+        params = {}
+    if not isinstance(params, Mapping):
+        raise RequestError("", params, "not an object; valid: options by name")
+    for key in params:
+        if key not in OPTIONS and (near := _near(key)):
+            raise RequestError(
+                str(key), params[key], f"no such option; did you mean {near!r}?"
+            )
+    extract = _flag(params, EXTRACT, config.extract_by_default)
+    include_output_tokens = _flag(params, OUTPUT, False)
+    columns = _columns(params.get(LAYERS), config.layer_ids)
+    if not extract:
+        return None
+    return HiddenStatesRequest(columns, include_output_tokens)
+
+
+def is_further_choice(request: Any) -> bool:
+    """Whether an engine's request is for a choice after the first of several."""
+    extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+    # Such requests are named "<index>_<id of the whole>".
+    return bool(extra_args.get(FIRST_CHOICE_ONLY)) and not (
+        request.request_id.startswith("0_")
+    )
+
+
+def _near(key: Any) -> str | None:
+    near = difflib.get_close_matches(str(key), OPTIONS, n=1, cutoff=0.85)
+    return near[0] if near else None
+
+
+def _flag(params: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = params.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError(name, value, "not a boolean; valid: true, false")
+    return value
+
+
+def _columns(layers: Any, layer_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    valid = f"valid: a list of distinct layers out of {list(layer_ids)}"
+    if not isinstance(layers, (list, tuple)) or not layers:
+        raise RequestError(LAYERS, layers, f"not a non-empty list; {valid}")
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise RequestError(LAYERS, layers, f"{layer!r} is not an integer; {valid}")
+        if layer not in layer_ids:
+            raise RequestError(
+                LAYERS, layers, f"this engine does not extract layer {layer}; {valid}"
+            )
+    if len(set(layers)) != len(layers):
+        raise RequestError(LAYERS, layers, f"a layer is given twice; {valid}")
+    columns = tuple(layer_ids.index(layer) for layer in layers)
+    return None if columns == tuple(range(len(layer_ids))) else columns
