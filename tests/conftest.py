@@ -90,6 +90,28 @@ def running_engine(model: str, own_process: bool = False, **settings: Any) -> It
         gc.collect()
 
 
+@contextlib.contextmanager
+def asynchronous_scheduling() -> Iterator[None]:
+    """Engines that start within schedule a step ahead of the model, on a CPU, too.
+
+    vLLM's CPU platform switches that off, though its code runs there.
+    """
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_switch_on(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = check_and_switch_on
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = check
+
+
 def extraction(layer_ids: Any, path: Any, **options: Any) -> dict[str, Any]:
     """Engine settings that extract, in the way of the feature's documentation."""
     return {

@@ -29,3 +29,15 @@ def test_online_example(docs: Any, server: Any) -> None:
     assert output.count("4, 128] torch.") == 3
     assert "chat: 'Where does the river end?'" in output
     assert not list(server.files.glob("*cmpl-*")), "the example has cleaned up"
+
+
+def test_example_of_requests(docs: Any, runner: Any) -> None:
+    command = example(docs, "extract_hidden_states_per_request.py")
+    # In one process, which saves a start.
+    output = runner.run(
+        command, "the example of requests", VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
+    assert "asked for {}\n  no file" in output
+    assert "[9, 3, 128]: rows" in output
+    assert "[9, 2, 128]: rows" in output
+    assert "[16, 3, 128]: rows" in output

@@ -3,10 +3,14 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import MISSING, fields
 from typing import Any
 from xml.etree import ElementTree
+
+import pytest
 
 
 def anchors(text: str) -> set[str]:
@@ -77,3 +81,32 @@ def test_pictures_are_self_contained(docs: Any) -> None:
         assert picture.find(f"{name}desc") is not None, path
         assert picture.find(f"{name}rect") is not None, path
         assert not re.search(r"href|url\((?!#)|<script", path.read_text()), path
+
+
+@pytest.fixture(scope="module")
+def collected(docs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the tool finds in the tests, in a process where pytest is not running."""
+    path = tmp_path_factory.mktemp("collected") / "tests.json"
+    done = subprocess.run(
+        [sys.executable, "tools/scenarios.py", "--json", str(path)],
+        cwd=docs.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+def test_scenarios_are_those_of_the_tests(docs: Any, collected: Any) -> None:
+    page = (docs.ROOT / "docs/design/scenarios.md").read_text()
+    assert page == collected["page"], "run python tools/scenarios.py"
+
+
+@pytest.mark.parametrize(("table", "rows"), [("wrong data", 13), ("crashes", 11)])
+def test_faults_have_their_tests(
+    docs: Any, collected: Any, table: str, rows: int
+) -> None:
+    found = docs.read_table("docs/design/faults.md", table)
+    assert len(found) == rows
+    for _, scenario, tests in found:
+        assert tests and set(tests.split(", ")) <= set(collected["tests"]), scenario

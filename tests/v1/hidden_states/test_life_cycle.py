@@ -294,8 +294,8 @@ def test_nothing_of_a_finished_request_is_kept(run, engine, make_prompt):
     worker = get_kv_transfer_group()
     scheduler = run.core.engine_core.engine_core.scheduler.connector
     for side, names in (
-        (worker, ["_writers", "_token_ids", "_received", "wanted", "_opening"]),
-        (scheduler, ["_paths", "_unannounced", "_failures", "_unwanted"]),
+        (worker, ["_writers", "_new_files", "wanted", "_opening"]),
+        (scheduler, ["_extractions", "_finished", "_unwanted"]),
     ):
         for name in names:
             assert not getattr(side, name), name

@@ -85,3 +85,75 @@ def test_every_wanted_row_once_a_step_and_nothing_else(schedule, extracting):
             if request_id in wanted and position < wanted[request_id]
         }
         assert len(planned) == sum(span.num_rows for span in spans)
+
+
+@st.composite
+def drafting_schedules(draw):
+    """Requests that draft and are rejected, asynchronously: per step and request, how
+    many tokens are scheduled, their first position as the host and as the device has
+    it, and the tokens themselves. With each request's tokens in the end."""
+    num_requests = draw(st.integers(1, 4))
+    prompts = [draw(st.integers(1, 12)) for _ in range(num_requests)]
+    accepted = [list(range(1000, 1000 + length)) for length in prompts]
+    computed = [0] * num_requests
+    # What the host believes: drafts in flight are counted as if they were accepted.
+    too_many = [0] * num_requests
+    new_token = 0
+    steps = []
+    for _ in range(draw(st.integers(1, 25))):
+        step = []
+        for index in draw(st.permutations(range(num_requests))):
+            if draw(st.integers(0, 11)) == 0:
+                computed[index] = too_many[index] = 0  # preempted
+            left = len(accepted[index]) - computed[index]
+            count = min(draw(st.integers(0, 6)), left)
+            if count == 0:
+                continue
+            first = computed[index]
+            tokens = accepted[index][first : first + count]
+            host = first + (too_many[index] if first >= prompts[index] else 0)
+            computed[index] += count
+            if computed[index] == len(accepted[index]):  # it samples, behind drafts
+                num_drafts = draw(st.integers(0, 3))
+                num_right = draw(st.integers(0, num_drafts))
+                drafts = [new_token + n for n in range(num_drafts)]
+                new_token += num_drafts + 1
+                tokens = tokens + drafts
+                accepted[index] += [*drafts[:num_right], new_token - 1]
+                computed[index] += num_right
+                too_many[index] = num_drafts - num_right
+            step.append((index, host, first, tokens))
+        steps.append(step)
+    return prompts, steps, accepted, computed
+
+
+@given(drafting_schedules())
+def test_rows_of_rejected_drafts_do_not_last(schedule):
+    """Written to the device's positions in the order of steps, every row in the end is
+    that of the token that is there, whatever was drafted, rejected or preempted."""
+    prompts, steps, accepted, computed = schedule
+    files: list[dict[int, int]] = [{} for _ in prompts]
+    for step in steps:
+        rows = [
+            (index, first + offset, token)
+            for index, _, first, tokens in step
+            for offset, token in enumerate(tokens)
+        ]
+        spans = plan_spans(
+            [str(index) for index, _, _, _ in step],
+            [len(tokens) for _, _, _, tokens in step],
+            [host for _, host, _, _ in step],
+            {str(index): 2**63 - 1 for index in range(len(prompts))},
+        )
+        assert sum(span.num_rows for span in spans) == len(rows)
+        for span in spans:
+            for offset in range(span.num_rows):
+                index, position, token = rows[span.row + offset]
+                assert span.request_id == str(index)
+                files[index][position] = token
+    for index, file in enumerate(files):
+        # Rows of all tokens that have been an input, but for those to be done again.
+        known = range(min(computed[index], len(accepted[index]) - 1))
+        assert [file[position] for position in known] == [
+            accepted[index][position] for position in known
+        ]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First oracle: a model whose hidden states are known by layer, position, token."""
+"""First oracle, a model whose hidden states are known by layer, position and token,
+under every way in which vLLM schedules."""
 
+import contextlib
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +31,17 @@ SCHEDULES = [
     # 1,056 tokens of KV cache for requests of up to 1,023.
     schedule("preemption and recompute", num_gpu_blocks_override=34, block_size=32),
     schedule("priority scheduling", scheduling_policy="priority"),
+    schedule("asynchronous scheduling", async_scheduling=True),
     schedule(
         "`ngram` speculation beside",
         # It imports numba, and with that in the process stock vLLM cannot start
         # another engine on a CPU (its scan for Triton kernels trips over it).
         pytest.mark.own_process("ngram"),
+        pytest.mark.without(
+            "V2 eager",
+            "Triton's interpreter does not run vLLM's ngram kernel: "
+            "InterpreterError: ValueError('mask has unsupported dtype')",
+        ),
         speculative_config={
             "method": "ngram",
             "num_speculative_tokens": 3,
@@ -52,10 +60,20 @@ def engine(request, column, engines, constant_layers, tmp_path_factory):
         options = settings["kv_transfer_config"]["kv_connector_extra_config"]
         options["layer_ids"] = LAYER_IDS
     settings |= engines.column_settings(column) | request.param
-    with engines.running_engine(
-        path, load_format="dummy", skip_tokenizer_init=True, **settings
-    ) as llm:
-        assert llm.llm_engine.vllm_config.use_v2_model_runner == ("V2" in column)
+    is_asynchronous = settings.pop("async_scheduling", False)
+    with contextlib.ExitStack() as stack:
+        if is_asynchronous:
+            stack.enter_context(engines.asynchronous_scheduling())
+        llm = stack.enter_context(
+            engines.running_engine(
+                path, load_format="dummy", skip_tokenizer_init=True, **settings
+            )
+        )
+        config = llm.llm_engine.vllm_config
+        assert config.use_v2_model_runner == ("V2" in column)
+        assert config.scheduler_config.async_scheduling == is_asynchronous or (
+            config.device_config.device_type != "cpu"
+        )
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         preempted = []
         preempt = scheduler._preempt_request
@@ -68,16 +86,26 @@ def engine(request, column, engines, constant_layers, tmp_path_factory):
         )
 
 
-def check(constant_layers, prompt, output) -> None:
-    token_ids = torch.tensor(prompt["prompt_token_ids"])
+def check(constant_layers, prompt, output, with_output: bool = False) -> None:
+    token_ids = list(prompt["prompt_token_ids"])
+    if with_output:
+        token_ids += output.outputs[0].token_ids[:-1]
     loaded = load_hidden_states(
         output.kv_transfer_params["hidden_states_path"], timeout=10
     )
-    assert loaded["token_ids"].tolist() == token_ids.tolist()
+    assert loaded["token_ids"].tolist() == token_ids
     positions = torch.arange(len(token_ids))
     for column, layer in enumerate(LAYER_IDS):
-        known = constant_layers.known_rows(layer, positions, token_ids)
+        known = constant_layers.known_rows(layer, positions, loaded["token_ids"])
         assert torch.equal(loaded["hidden_states"][:, column], known)
+
+
+def check_output(constant_layers, prompt, output) -> None:
+    """The model itself was not disturbed."""
+    length = len(prompt["prompt_token_ids"])
+    tokens = [prompt["prompt_token_ids"][-1], *output.outputs[0].token_ids]
+    for offset, (token, following) in enumerate(pairwise(tokens)):
+        assert following == constant_layers.next_token(length - 1 + offset, token)
 
 
 def is_slow(engine) -> bool:
@@ -88,10 +116,13 @@ def is_slow(engine) -> bool:
 LENGTHS = [1, 2, 63, 64, 65, 128, 129, 1022, 1023]
 
 
+@pytest.mark.scenario("prompts of `max_model_len` - 1 and - 2 tokens")
+@pytest.mark.scenario("a step's token budget filled exactly")
+@pytest.mark.scenario("padding of compiled and captured graphs")
 def test_every_row_is_its_own(engine, constant_layers, make_prompt):
     """Prompts of a token, of a chunk, of many chunks, at once; twice the same."""
-    lengths = LENGTHS[:-2] if is_slow(engine) else [*LENGTHS, 800]
-    prompts = [make_prompt(length) for length in [*lengths, lengths[-1], 63]]
+    lengths = LENGTHS if is_slow(engine) else [*LENGTHS, 800, 800]
+    prompts = [make_prompt(length) for length in [*lengths, 63]]
     outputs = engine.llm.generate(
         prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
     )
@@ -99,36 +130,44 @@ def test_every_row_is_its_own(engine, constant_layers, make_prompt):
         check(constant_layers, prompt, output)
 
 
+@pytest.mark.scenario("`include_output_tokens`, beside requests without")
 def test_a_batch_of_32_beside_decoding(engine, constant_layers, make_prompt):
     """Chunks, whole prompts and decode tokens of many requests in every step."""
-    prompts = [make_prompt(1 + (37 * i) % 190, seed=i) for i in range(32)]
+    count = 8 if is_slow(engine) else 32
+    prompts = [make_prompt(1 + (37 * i) % 190, seed=i) for i in range(count)]
     sampling = [
-        SamplingParams(max_tokens=1 + i % 16, detokenize=False) for i in range(32)
+        SamplingParams(
+            max_tokens=1 + i % 16,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"include_output_tokens": i % 2 == 1}},
+        )
+        for i in range(count)
     ]
     outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        check(constant_layers, prompt, output)
-        # The model itself was not disturbed.
-        tokens = [prompt["prompt_token_ids"][-1], *output.outputs[0].token_ids]
-        for offset, (token, following) in enumerate(pairwise(tokens)):
-            position = len(prompt["prompt_token_ids"]) - 1 + offset
-            assert following == constant_layers.next_token(position, token)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        check(constant_layers, prompt, output, with_output=i % 2 == 1)
+        check_output(constant_layers, prompt, output)
 
 
 def test_requests_that_outgrow_the_cache(engine, constant_layers, make_prompt):
-    """In the mode with few blocks they preempt each other, and are computed again."""
-    prompts = [make_prompt(60, seed=seed) for seed in range(16)]
-    sampling = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
+    """With few blocks they preempt each other, and are computed again."""
+    count, max_tokens = (14, 24) if is_slow(engine) else (16, 40)
+    prompts = [make_prompt(60, seed=seed) for seed in range(count)]
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {"include_output_tokens": True}},
+    )
     outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
-        check(constant_layers, prompt, output)
-        tokens = [prompt["prompt_token_ids"][-1], *output.outputs[0].token_ids]
-        for offset, (token, following) in enumerate(pairwise(tokens)):
-            assert following == constant_layers.next_token(59 + offset, token)
+        check(constant_layers, prompt, output, with_output=True)
+        check_output(constant_layers, prompt, output)
     if "num_gpu_blocks_override" in engine.settings:
         assert engine.preempted
 
 
+@pytest.mark.scenario("prefix caching: a repeated prompt is computed in full")
 def test_a_repeated_prompt_is_computed_in_full(engine, constant_layers, make_prompt):
     """The prefix cache would spare its rows; it is filled, but not read."""
     prompt = make_prompt(300, seed=99)
@@ -138,6 +177,30 @@ def test_a_repeated_prompt_is_computed_in_full(engine, constant_layers, make_pro
         )
         assert output.num_cached_tokens == 0
         check(constant_layers, prompt, output)
+
+
+@pytest.mark.scenario("prefix caching: requests that are not extracted keep their hits")
+def test_others_keep_their_hits(engine, constant_layers, make_prompt):
+    """They find what the extracted one has filled in, and leave no file."""
+    prompt = make_prompt(300, seed=98)
+    files = set(engine.storage.iterdir())
+    for extract, num_cached in ((True, 0), (False, 256), (True, 0), (False, 256)):
+        (output,) = engine.llm.generate(
+            [prompt],
+            SamplingParams(
+                max_tokens=3,
+                detokenize=False,
+                extra_args={"kv_transfer_params": {"extract_hidden_states": extract}},
+            ),
+            use_tqdm=False,
+        )
+        check_output(constant_layers, prompt, output)
+        assert num_cached <= output.num_cached_tokens <= num_cached + 32
+        if extract:
+            check(constant_layers, prompt, output)
+        else:
+            assert output.kv_transfer_params is None
+    assert len(set(engine.storage.iterdir()) - files) == 2
 
 
 def test_nothing_else_is_left_in_the_storage_path(engine):

@@ -74,7 +74,7 @@ class Slot:
             self.host_rows[:num_rows].copy_(
                 self.device_rows[:num_rows], non_blocking=True
             )
-            if self._host_positions is not None:
+            if self._host_positions is not None and self._device_positions is not None:
                 self._host_positions.copy_(self._device_positions, non_blocking=True)
             self._copied.record(copy_stream)
 

@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -227,7 +227,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if params is None or not params.stop or not params.detokenize:
             return None
         tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
-        return IncrementalDetokenizer.from_new_request(tokenizer, request)
+        # It looks at the parameters and the prompt alone, which both kinds have.
+        return IncrementalDetokenizer.from_new_request(tokenizer, cast(Any, request))
 
     def ends_by_text(self, request: "Request") -> bool:
         """Whether the newest output token completes a stop string.
