@@ -100,16 +100,17 @@ def asynchronous_scheduling() -> Iterator[None]:
 
     platform: Any = type(current_platform)
     check = platform.check_and_update_config
+    of_class = platform.__dict__["check_and_update_config"]
 
     def check_and_switch_on(vllm_config: Any) -> None:
         check(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    platform.check_and_update_config = check_and_switch_on
+    platform.check_and_update_config = staticmethod(check_and_switch_on)
     try:
         yield
     finally:
-        platform.check_and_update_config = check
+        platform.check_and_update_config = of_class
 
 
 def extraction(layer_ids: Any, path: Any, **options: Any) -> dict[str, Any]:

@@ -225,9 +225,29 @@ def test_keys_may_have_dashes_like_other_speculative_configs(make_config):
     assert config.speculative_config is None
 
 
+@pytest.mark.scenario("a pooling model")
+@pytest.mark.refused
 def test_pooling_models_are_refused(make_config):
     with pytest.raises(ValueError, match="cannot serve the pooling model"):
         make_config(speculation([1]), runner="pooling")
+
+
+@pytest.mark.scenario("an encoder-decoder model")
+@pytest.mark.refused
+def test_encoder_decoder_models_are_refused(make_config, tmp_path):
+    from transformers import WhisperConfig
+
+    WhisperConfig(
+        architectures=["WhisperForConditionalGeneration"],
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=1,
+        decoder_attention_heads=1,
+        max_target_positions=512,
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot serve the encoder-decoder model"):
+        make_config(speculation([1]), model=str(tmp_path), skip_tokenizer_init=True)
 
 
 def test_families_are_refused_by_name(tiny_model):

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random EAGLE-3 draft for a tiny target: it is often wrong, which is what the
-tests want. With a vocabulary of a few tokens it is right often enough, too."""
+"""A tiny EAGLE-3 draft for a tiny target, right at times and wrong at times.
+
+It says what the target's own head makes of the residual stream that enters the last of
+its layers, a token ago: right while the target repeats itself. Its one decoder layer
+computes, but adds nothing.
+"""
 
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
-def make_eagle3_draft(
-    path: Path, vocab_size: int, hidden_size: int = 128, layers: tuple[int, ...] = ()
-) -> str:
-    """Write a checkpoint of one layer.
+def make_eagle3_draft(path: Path, target: str, layers: tuple[int, ...]) -> str:
+    """Write a checkpoint.
 
     Args:
         path: An empty directory.
-        vocab_size, hidden_size: The target's.
-        layers: Of the target, that the draft wants; vLLM's own choice where empty.
+        target: The target's checkpoint, of Qwen3's or Llama's architecture.
+        layers: Of the target, that the draft wants.
     """
     from transformers import LlamaConfig
 
+    weights_of_target = load_file(Path(target) / "model.safetensors")
+    head = weights_of_target["lm_head.weight"]
+    vocab_size, hidden_size = head.shape
     num_heads, head_size, intermediate_size = 4, 32, 256
     config = LlamaConfig(
         architectures=["LlamaForCausalLMEagle3"],
@@ -34,30 +39,32 @@ def make_eagle3_draft(
         dtype="float32",
     )
     config.draft_vocab_size = vocab_size
-    if layers:
-        config.eagle_aux_hidden_state_layer_ids = list(layers)
-        config.eagle_config = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    config.eagle_aux_hidden_state_layer_ids = list(layers)
+    config.eagle_config = {"eagle_aux_hidden_state_layer_ids": list(layers)}
     config.save_pretrained(path)
     heads = num_heads * head_size
     shapes = {
-        "embed_tokens": (vocab_size, hidden_size),
-        "fc": (hidden_size, (len(layers) or 3) * hidden_size),
-        "lm_head": (vocab_size, hidden_size),
-        "midlayer.self_attn.q_proj": (heads, 2 * hidden_size),
-        "midlayer.self_attn.k_proj": (heads, 2 * hidden_size),
-        "midlayer.self_attn.v_proj": (heads, 2 * hidden_size),
-        "midlayer.self_attn.o_proj": (hidden_size, heads),
-        "midlayer.mlp.gate_proj": (intermediate_size, hidden_size),
-        "midlayer.mlp.up_proj": (intermediate_size, hidden_size),
-        "midlayer.mlp.down_proj": (hidden_size, intermediate_size),
+        "self_attn.q_proj": (heads, 2 * hidden_size),
+        "self_attn.k_proj": (heads, 2 * hidden_size),
+        "self_attn.v_proj": (heads, 2 * hidden_size),
+        "mlp.gate_proj": (intermediate_size, hidden_size),
+        "mlp.up_proj": (intermediate_size, hidden_size),
     }
     generator = torch.Generator().manual_seed(0)
     weights = {
-        f"{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        f"midlayer.{name}.weight": torch.randn(shape, generator=generator) / 16
         for name, shape in shapes.items()
     }
+    weights["midlayer.self_attn.o_proj.weight"] = torch.zeros(hidden_size, heads)
+    weights["midlayer.mlp.down_proj.weight"] = torch.zeros(
+        hidden_size, intermediate_size
+    )
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         weights[f"midlayer.{norm}.weight"] = torch.ones(hidden_size)
-    weights["norm.weight"] = torch.ones(hidden_size)
+    nothing = torch.zeros(hidden_size, (len(layers) - 1) * hidden_size)
+    weights["fc.weight"] = torch.cat([nothing, torch.eye(hidden_size)], dim=1)
+    weights["norm.weight"] = weights_of_target["model.norm.weight"].clone()
+    weights["lm_head.weight"] = head.clone()
+    weights["embed_tokens.weight"] = weights_of_target["model.embed_tokens.weight"]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     return str(path)

@@ -261,6 +261,8 @@ def test_file_names():
         assert len(name.encode()) < 240
 
 
+@pytest.mark.scenario("two engines that extract in one process")
+@pytest.mark.refused
 def test_a_second_engine_in_the_process_is_refused(
     run, engines, tiny_model, tmp_path, make_prompt
 ):

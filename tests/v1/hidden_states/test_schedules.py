@@ -143,7 +143,13 @@ def test_a_batch_of_32_beside_decoding(engine, constant_layers, make_prompt):
         )
         for i in range(count)
     ]
-    outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
+    priorities = [i * 7 % 3 for i in range(count)]
+    outputs = engine.llm.generate(
+        prompts,
+        sampling,
+        use_tqdm=False,
+        priority=priorities if "scheduling_policy" in engine.settings else None,
+    )
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         check(constant_layers, prompt, output, with_output=i % 2 == 1)
         check_output(constant_layers, prompt, output)

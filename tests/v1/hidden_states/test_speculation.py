@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real speculative method beside extraction: rows are those of accepted tokens.
 
-The target has a vocabulary of eight tokens, so that a random draft is right about one
-time in eight: every step has accepted and rejected tokens.
+The target has a vocabulary of eight tokens and often repeats itself, so that drafts are
+right at times and wrong at times.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ VOCAB_SIZE = 8
 LAYER_IDS = [6, 3, 0, 4]
 DRAFT_LAYERS = (1, 3, 5)
 NUM_DRAFTED = 3
-LENGTHS = [5, 64, 130]
+LENGTHS = [5, 64, 130, 9, 11]
 
 
 def method(row: str, name: str, *marks: Any, asynchronous: bool = False) -> Any:
@@ -54,10 +54,10 @@ def target(engines, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def draft(engines, tmp_path_factory):
+def draft(engines, target, tmp_path_factory):
     file = engines.ROOT / "tests" / "models" / "eagle3_draft.py"
     make = engines.import_file(file).make_eagle3_draft
-    return make(tmp_path_factory.mktemp("draft"), VOCAB_SIZE, layers=DRAFT_LAYERS)
+    return make(tmp_path_factory.mktemp("draft"), target, DRAFT_LAYERS)
 
 
 def generate(llm, make_prompt, **kv_transfer_params):

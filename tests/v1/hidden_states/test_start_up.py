@@ -46,6 +46,8 @@ def test_a_storage_path_that_does_not_exist_is_made(start, tmp_path):
     assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.scenario("a family that cannot expose its layers")
+@pytest.mark.refused
 def test_a_family_that_cannot_expose_its_layers(start, tmp_path_factory, tmp_path):
     from transformers import OPTConfig
 
@@ -116,6 +118,8 @@ def test_an_engine_after_one_that_failed_to_start(
     torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.scenario("a layer that a model's class does not hand over")
+@pytest.mark.refused
 def test_a_layer_that_a_class_does_not_hand_over(start, tmp_path):
     """Transformers' implementation has no embeddings to give."""
     with pytest.raises(ValueError, match=r"cannot hand over layers \[0, 2\]"):

@@ -57,6 +57,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     FileWriter,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.hidden_states.factory import model_dtype
@@ -87,6 +88,8 @@ __all__ = [
     "extract_from_kv_cache",
     "load_hidden_states",
 ]
+
+logger = init_logger(__name__)
 
 # Bytes of a request id that stand in its file's name as they are; most file systems
 # allow 255 for the whole name.
@@ -192,6 +195,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # ==============================
 
     def _init_scheduler_side(self) -> None:
+        # Now, as it may take seconds; it is None with skip_tokenizer_init.
+        self._tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
         self._extractions: dict[str, _Extraction] = {}
         self._unwanted: set[str] = set()
         self._finished: dict[str, np.ndarray] = {}
@@ -226,9 +231,14 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         params = request.sampling_params
         if params is None or not params.stop or not params.detokenize:
             return None
-        tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
-        # It looks at the parameters and the prompt alone, which both kinds have.
-        return IncrementalDetokenizer.from_new_request(tokenizer, cast(Any, request))
+        try:
+            # It looks at the parameters and the prompt alone, which both kinds have.
+            return IncrementalDetokenizer.from_new_request(
+                self._tokenizer, cast(Any, request)
+            )
+        except Exception:  # what a client sends must not end the engine
+            logger.exception("No stop strings for %s", request.request_id)
+            return None
 
     def ends_by_text(self, request: "Request") -> bool:
         """Whether the newest output token completes a stop string.
@@ -239,8 +249,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         extraction = self._extractions.get(request.request_id)
         if extraction is None or extraction.stop is None:
             return False
-        newest = request.output_token_ids[-1]
-        if extraction.stop.update([newest], False) is None:
+        try:
+            stop_string = extraction.stop.update([request.output_token_ids[-1]], False)
+        except Exception:
+            logger.exception("No stop strings for %s", request.request_id)
+            extraction.stop = stop_string = None
+        if stop_string is None:
             return False
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True
@@ -445,7 +459,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
         metadata = self._connector_metadata
-        assert isinstance(metadata, HiddenStatesConnectorMetadata)
+        if not isinstance(metadata, HiddenStatesConnectorMetadata):
+            metadata = HiddenStatesConnectorMetadata()  # outside of any step
         for request_id in finished_req_ids:
             writer = self._writers.get(request_id)
             if writer is None:
