@@ -281,15 +281,20 @@ def make_image(seed: int = 0) -> Any:
     return Image.fromarray(colours).resize((64, 48), Image.Resampling.NEAREST)
 
 
-class Reference:
+def load_reference(name: str, path: str) -> "Reference":
     """A family's checkpoint in Transformers, float32."""
+    import transformers
 
-    def __init__(self, name: str, path: str):
-        import transformers
+    architecture = getattr(transformers, FAMILIES[name].architecture)
+    return Reference(architecture.from_pretrained(path, dtype="float32").eval())
 
-        architecture = getattr(transformers, FAMILIES[name].architecture)
-        self.model = architecture.from_pretrained(path, dtype="float32").eval()
-        self._decoder = self.model.get_decoder()
+
+class Reference:
+    """A model of Transformers, and what goes on in it."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._decoder = model.get_decoder()
         self.num_layers = len(self._decoder.layers)
 
     @property

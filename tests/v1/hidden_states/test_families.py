@@ -7,6 +7,7 @@ cannot hand over the first (layer id 0, the embeddings) are asked for the others
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,13 @@ CHUNK = 32
 NEEDS_TORCHVISION = pytest.mark.own_process("torchvision")
 COMPILED = ("V1 compiled",)
 
+# How the rows of vLLM's and of Transformers' implementation agree.
+EXACT = "all rows, to 1e-4"
+# In bfloat16, where an expert chosen otherwise makes another row.
+ROUGH = "the middle one of the rows, to a tenth of its length"
+# Their latent attention differs by more than rounding, from the second token on.
+FIRST_POSITION = "the first position's rows, to a tenth of their length"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -35,7 +43,7 @@ class Case:
     Args:
         name: In tests/models/tiny_families.py.
         row: Of the table of scenarios, where it is not the name.
-        tolerance: Of rows against Transformers.
+        agreement: With Transformers.
         has_embeddings: Whether layer id 0 can be asked for.
         settings: Of the engine.
         marks: Of its tests.
@@ -44,7 +52,7 @@ class Case:
 
     name: str
     row: str = ""
-    tolerance: float = 1e-4
+    agreement: str = EXACT
     has_embeddings: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     marks: tuple[Any, ...] = ()
@@ -69,21 +77,26 @@ CASES = [
     ),
     Case("gpt-oss", soak=COMPILED),
     Case("Qwen3-MoE"),
-    # Transformers differs by more than rounding, the logprobs do not.
-    Case("DeepSeek-V2", "DeepSeek-V2 (MLA)", 0.1, has_embeddings=False, soak=COMPILED),
-    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", 0.1, has_embeddings=False),
+    Case(
+        "DeepSeek-V2",
+        "DeepSeek-V2 (MLA)",
+        FIRST_POSITION,
+        has_embeddings=False,
+        soak=COMPILED,
+    ),
+    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", FIRST_POSITION, has_embeddings=False),
     # On a CPU the gated delta net "requires BF16".
     Case(
         "Qwen3-Next",
         "Qwen3-Next (hybrid)",
-        0.1,
+        ROUGH,
         settings={"dtype": "bfloat16"},
         soak=COMPILED,
     ),
     Case(
         "Qwen3.5",
         "Qwen3.5 (hybrid)",
-        0.1,
+        ROUGH,
         settings={"dtype": "bfloat16"},
         marks=(NEEDS_TORCHVISION,),
         soak=COMPILED,
@@ -100,28 +113,41 @@ CASES = [
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """Families times columns; not by two fixtures, since marks are of the pair."""
-    if "engine" not in metafunc.fixturenames:
-        return
-    pairs = []
-    for case in CASES:
-        for column in columns.COLUMNS:
-            marks = [pytest.mark.scenario(f"family: {case.row or case.name}")]
-            marks += case.marks
-            if column == "V2 compiled":
-                marks.append(columns.GPU_ONLY)
-            if column in case.soak:
-                marks.append(pytest.mark.soak)
-            pairs.append(
-                pytest.param(case, column, id=f"{case.name} {column}", marks=marks)
+    """Rows times columns; not by two fixtures, since marks are of the pair."""
+    if "refusal" in metafunc.fixturenames:
+        pairs = [
+            pytest.param(row, column, id=f"{row} {column}", marks=marks_of(row, column))
+            for row in REFUSALS
+            for column in columns.COLUMNS
+        ]
+        metafunc.parametrize(
+            ("refusal", "column"), pairs, indirect=["column"], scope="module"
+        )
+    elif "engine" in metafunc.fixturenames:
+        pairs = [
+            pytest.param(
+                case,
+                column,
+                id=f"{case.name} {column}",
+                marks=[
+                    *marks_of(case.row or case.name, column, case.soak),
+                    *case.marks,
+                ],
             )
-    metafunc.parametrize(("engine", "column"), pairs, indirect=True, scope="module")
+            for case in CASES
+            for column in columns.COLUMNS
+        ]
+        metafunc.parametrize(("engine", "column"), pairs, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="session")
-def families(engines):
-    """The module that makes the checkpoints."""
-    return engines.import_file(engines.ROOT / "tests/models/tiny_families.py")
+def marks_of(row: str, column: str, soak: tuple[str, ...] = ()) -> list[Any]:
+    """The marks of a cell of the table."""
+    marks: list[Any] = [pytest.mark.scenario(f"family: {row}")]
+    if column == "V2 compiled":
+        marks.append(columns.GPU_ONLY)
+    if column in soak:
+        marks.append(pytest.mark.soak)
+    return marks
 
 
 @pytest.fixture(scope="session")
@@ -140,7 +166,7 @@ def prepare(families, tmp_path_factory):
         has_images = families.FAMILIES[name].has_images
         if has_images:
             families.import_torchvision()
-        reference = families.Reference(name, path)
+        reference = families.load_reference(name, path)
         prompts, token_ids, rows = [], [], []
         for seed, length in enumerate(LENGTHS):
             generator = torch.Generator().manual_seed(seed)
@@ -222,26 +248,24 @@ def engine(request, column, engines, families, prepare, tmp_path_factory):
 
 
 def test_rows_are_those_of_transformers(engine):
-    worst = max(
-        (file["hidden_states"].float() - rows[:, engine.layer_ids]).abs().max().item()
-        for rows, file in zip(engine.family.rows, engine.files, strict=True)
-    )
-    print("ROWS", engine.case.name, worst)
-    for token_ids, rows, file in zip(
-        engine.family.token_ids, engine.family.rows, engine.files, strict=True
-    ):
-        assert file["token_ids"].tolist() == token_ids
-        torch.testing.assert_close(
-            file["hidden_states"].float(),
-            rows[:, engine.layer_ids],
-            atol=engine.case.tolerance,
-            rtol=engine.case.tolerance,
-        )
+    rows = torch.cat([file["hidden_states"].float() for file in engine.files])
+    expected = torch.cat(engine.family.rows)[:, engine.layer_ids]
+    token_ids = [file["token_ids"].tolist() for file in engine.files]
+    assert token_ids == engine.family.token_ids
+    if engine.case.agreement == EXACT:
+        torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+        return
+    # Of each row its distance, in lengths of the row; one layer further it is 0.3.
+    errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
+    if engine.case.agreement == FIRST_POSITION:
+        firsts = [0, *accumulate(len(ids) for ids in token_ids[:-1])]
+        assert errors[firsts].max() < 0.1
+    else:
+        assert errors.median(dim=0).values.max() < 0.1
 
 
 def test_last_rows_give_the_models_own_logprobs(engine):
     tolerance = 1e-4 if engine.case.is_exact else 0.05
-    worst = 0
     for output, file in zip(engine.outputs, engine.files, strict=True):
         logprobs = engine.family.reference.logprobs(file["hidden_states"][:, 0].float())
         token_ids = [*output.prompt_token_ids, output.outputs[0].token_ids[0]]
@@ -250,10 +274,34 @@ def test_last_rows_give_the_models_own_logprobs(engine):
         for position, (token, entries) in enumerate(
             zip(token_ids[1:], own[1:], strict=True)
         ):
-            worst = max(
-                worst, abs(logprobs[position, token].item() - entries[token].logprob)
-            )
             assert logprobs[position, token].item() == pytest.approx(
                 entries[token].logprob, abs=tolerance
             )
-    print("LOGP", engine.case.name, worst)
+
+
+REFUSALS = {
+    "Gemma3": ("Gemma3", [1], {}, "Gemma3ForCausalLM cannot expose.*model_impl"),
+    "Gemma3 (`model_impl=transformers`), layer id 0": (
+        "Gemma3",
+        [1, 0],
+        {"model_impl": "transformers"},
+        r"cannot hand over layers \[0, 1\].*some classes lack the first",
+    ),
+}
+
+
+@pytest.mark.refused
+def test_refused_by_name_at_start_up(refusal, column, engines, families, tmp_path):
+    name, layer_ids, settings, message = REFUSALS[refusal]
+    path = families.make_family(name, tmp_path / "model")
+    settings = {
+        "skip_tokenizer_init": True,
+        **engines.extraction(layer_ids, tmp_path / "storage"),
+        **engines.column_settings(column),
+        **settings,
+    }
+    with (
+        pytest.raises(ValueError, match=message),
+        engines.running_engine(path, **settings),
+    ):
+        pass
