@@ -262,7 +262,7 @@ def import_torchvision() -> None:
     Where there is none, one without content takes its place (tests/no_torchvision),
     after Transformers took note that it has to do without.
     """
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if is_torchvision_available():
         return

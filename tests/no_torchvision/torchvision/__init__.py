@@ -41,7 +41,7 @@ class _Submodules(MetaPathFinder, Loader):
                 raise AttributeError(name)
             return _Unusable(name, (), {})
 
-        module.__getattr__ = attribute
+        vars(module)["__getattr__"] = attribute
 
 
 sys.meta_path.append(_Submodules())
