@@ -291,9 +291,8 @@ REFUSALS = {
 
 
 @pytest.mark.refused
-def test_refused_by_name_at_start_up(refusal, column, engines, families, tmp_path):
+def test_refused_by_name_at_start_up(refusal, column, engines, prepare, tmp_path):
     name, layer_ids, settings, message = REFUSALS[refusal]
-    path = families.make_family(name, tmp_path / "model")
     settings = {
         "skip_tokenizer_init": True,
         **engines.extraction(layer_ids, tmp_path / "storage"),
@@ -302,6 +301,6 @@ def test_refused_by_name_at_start_up(refusal, column, engines, families, tmp_pat
     }
     with (
         pytest.raises(ValueError, match=message),
-        engines.running_engine(path, **settings),
+        engines.running_engine(prepare(name).path, **settings),
     ):
         pass
