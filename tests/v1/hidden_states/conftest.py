@@ -65,3 +65,9 @@ def constant_layers(engines: Any) -> Any:
     """The module of the model whose hidden states are known."""
     tests = Path(engines.__file__).parent
     return engines.import_file(tests / "models" / "constant_layers.py")
+
+
+@pytest.fixture(scope="session")
+def families(engines):
+    """The module that makes the checkpoints."""
+    return engines.import_file(engines.ROOT / "tests" / "models" / "tiny_families.py")
