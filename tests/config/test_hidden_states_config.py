@@ -263,8 +263,32 @@ def test_families_are_refused_by_name(tiny_model):
         families
     )
     assert not {"Gemma3ForCausalLM", "OPTForCausalLM", "LlamaModel"} & set(families)
+    assert not {"DeepseekV32ForCausalLM", "Glm5NextForCausalLM"} & set(families)
     config = ModelConfig(tiny_model, max_model_len=512)
     refuse_unsupported_family(config)
     config.hf_config.architectures = ["OPTForCausalLM"]
     with pytest.raises(ValueError, match="OPTForCausalLM cannot .*LlamaForCausalLM"):
         refuse_unsupported_family(config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module", "error"),
+    [
+        ("DeepseekV32ForCausalLM", "vllm.models.deepseek_v32.nvidia.model", "would be"),
+        ("Glm5NextForCausalLM", "vllm.models.glm5next.common.model", "would be wrong"),
+        ("TransformersMultiModalForCausalLM", "transformers", "--model-impl vllm"),
+    ],
+)
+@pytest.mark.scenario("a family whose class would hand over wrong rows")
+@pytest.mark.refused
+def test_families_that_would_be_wrong(monkeypatch, architecture, module, error):
+    """Their classes cannot be imported here: what they are called is enough."""
+    from vllm.model_executor.model_loader import utils
+    from vllm.v1.hidden_states.factory import refuse_unsupported_family
+
+    model_class = type(architecture, (), {"__module__": module})
+    monkeypatch.setattr(
+        utils, "get_model_architecture", lambda config: (model_class, architecture)
+    )
+    with pytest.raises(ValueError, match=f"{architecture} .*{error}"):
+        refuse_unsupported_family(None)

@@ -81,10 +81,9 @@ CASES = [
         "DeepSeek-V2",
         "DeepSeek-V2 (MLA)",
         FIRST_POSITION,
-        has_embeddings=False,
         soak=COMPILED,
     ),
-    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", FIRST_POSITION, has_embeddings=False),
+    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", FIRST_POSITION),
     # On a CPU the gated delta net "requires BF16".
     Case(
         "Qwen3-Next",
@@ -286,6 +285,12 @@ REFUSALS = {
         [1, 0],
         {"model_impl": "transformers"},
         r"cannot hand over layers \[0, 1\].*some classes lack the first",
+    ),
+    "LLaVA (`model_impl=transformers`)": (
+        "LLaVA",
+        [1],
+        {"model_impl": "transformers", "skip_tokenizer_init": False},
+        "TransformersMultiModal.*hands over none.*--model-impl vllm",
     ),
 }
 

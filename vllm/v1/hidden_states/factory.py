@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 INTERFACE = "SupportsEagle3"
 
+# Classes of vLLM 0.32.0 that have the interface and hand over other rows than the
+# residual stream's. Read in their sources; none of them runs on a CPU.
+UNSOUND = {
+    "vllm.models.deepseek_v32": "hands over rows of one tensor-parallel rank's part of "
+    "the sum, and never those of the last layer",
+    "vllm.models.glm5next": "writes over the rows that it has handed over",
+    "vllm.models.kimi_k3": "writes over the embeddings that it has handed over",
+}
+
 
 def create_capture(
     vllm_config: "VllmConfig", device: torch.device
@@ -121,6 +130,19 @@ def refuse_unsupported_family(model_config: Any) -> None:
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     model_class, architecture = get_model_architecture(model_config)
+    why = _unsound(model_class.__module__)
+    if why is not None:
+        raise ValueError(
+            f"hidden states of {architecture} would be wrong: its class in vLLM {why}. "
+            f"Families that can: {', '.join(supported_families())}"
+        )
+    if architecture.startswith("TransformersMultiModal"):
+        raise ValueError(
+            f"{architecture} cannot expose the hidden states of its layers: of models "
+            "with several parts Transformers' implementation hands over none. Valid: "
+            "vLLM's own class (model_impl='vllm', --model-impl vllm) of a family that "
+            f"can: {', '.join(supported_families())}"
+        )
     if supports_eagle3(model_class):
         return
     raise ValueError(
@@ -142,6 +164,7 @@ def supported_families() -> list[str]:
         architecture: model.class_name
         for architecture, model in ModelRegistry.models.items()
         if isinstance(model, registry._LazyRegisteredModel)
+        and _unsound(model.module_name) is None
     }
     generating = registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
     bases = _base_classes()
@@ -156,6 +179,14 @@ def supported_families() -> list[str]:
         for architecture, class_name in class_names.items()
         if architecture in generating and can_expose(class_name)
     )
+
+
+def _unsound(module: str) -> str | None:
+    """What is wrong with the rows of a module's model; None where nothing is."""
+    for name, why in UNSOUND.items():
+        if module == name or module.startswith(f"{name}."):
+            return why
+    return None
 
 
 def _base_classes() -> dict[str, set[str]]:
