@@ -155,3 +155,28 @@ def test_a_family_that_breaks_its_promise(family):
     assert wanted == ["a"] and "asked for layers [1, 6]" in cause
     assert second[0] == []
     assert receiver.received == []
+
+
+def test_positions_go_with_the_rows():
+    """Where the host's numbers are upper bounds: drafts in flight may be rejected."""
+    receiver = Receiver({"a": 100, "b": 100})
+    found = []
+
+    def receive(spans, slot):
+        row = 0
+        for span in spans:
+            found.append((span.request_id, slot.position(row, span.position)))
+            row += span.num_rows
+
+    receiver.receive = receive
+    for on_device, expected in (
+        (True, [("a", 5), ("b", 9)]),
+        (False, [("a", 7), ("b", 12)]),
+    ):
+        found.clear()
+        model = Model()
+        capture = make_capture([2], receiver, positions_on_device=on_device)
+        capture.attach(model)
+        positions = torch.tensor([5, 6, 0, 9, 10, 11, 0, 0])  # with padding at the end
+        capture.capture(model(8), ["a", "plain", "b"], [2, 1, 3], [7, 0, 12], positions)
+        assert found == expected

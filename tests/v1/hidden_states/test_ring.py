@@ -136,3 +136,14 @@ def test_ring_on_a_gpu():
             expected.bfloat16().float()[None, :, None].expand(400, L, 4096),
         )
         slot.release()
+
+
+def test_some_columns_of_some_rows():
+    ring = Ring(1, (6, 3, 2), torch.bfloat16, torch.device("cpu"))
+    slot = ring.acquire()
+    rows = torch.arange(36).reshape(6, 3, 2).bfloat16()
+    slot.device_rows.copy_(rows)
+    for columns in (None, (2,), (2, 0), (0, 1, 2)):
+        expected = rows[1:5] if columns is None else rows[1:5, list(columns)]
+        found = slot.row_bytes(1, 4, columns)
+        assert bytes(found) == expected.contiguous().view(torch.uint8).numpy().tobytes()
