@@ -67,6 +67,8 @@ class HiddenStateCapture:
             pipeline stages hand theirs on within the model.
         find_receiver: Called at the first capture. None where this worker's rows
             are not wanted (another tensor-parallel rank writes them).
+        is_writer: Whether there will be a receiver: no memory is taken otherwise.
+        connect_stages: Called with the model and the layers that it was asked for.
     """
 
     def __init__(
@@ -79,11 +81,15 @@ class HiddenStateCapture:
         device: torch.device,
         is_last_stage: bool,
         find_receiver: Callable[[], RowReceiver | None],
+        is_writer: bool = True,
+        connect_stages: Callable[[Any, Sequence[int]], None] | None = None,
     ):
         self.layer_ids = tuple(layer_ids)
         self.hidden_size = hidden_size
         self.is_last_stage = is_last_stage
+        self.is_writer = is_writer
         self._find_receiver = find_receiver
+        self._connect_stages = connect_stages
         self._receiver: RowReceiver | None = None
         self._make_ring: Callable[[], Ring] = lambda: Ring(
             num_slots, (max_rows, len(self.layer_ids), hidden_size), dtype, device
@@ -111,7 +117,9 @@ class HiddenStateCapture:
                 f"{list(self._requested)} ({error!r}); some classes lack the first "
                 "(layer id 0, the embeddings) or the last"
             ) from error
-        if self.is_last_stage and self._ring is None:
+        if self._connect_stages is not None:
+            self._connect_stages(model, self._requested)
+        if self.is_last_stage and self.is_writer and self._ring is None:
             self._ring = self._make_ring()
 
     def strip(self, model_output: Any) -> Any:
@@ -183,6 +191,13 @@ class HiddenStateCapture:
                 f"the model was asked for layers {list(self._requested)} of "
                 f"{self.hidden_size} values a token, and returned {len(returned)} of "
                 f"{sorted(shapes)}: its family does not expose them as it promises",
+                hidden_states,
+            )
+        if any(len(layer) != len(hidden_states) for layer in returned):
+            raise MissingLayersError(
+                f"the model returned {[len(layer) for layer in returned]} rows of its "
+                f"layers for {len(hidden_states)} rows of its output: each "
+                "tensor-parallel rank has some only (sequence parallelism)",
                 hidden_states,
             )
         by_id = dict(zip(self._requested, returned, strict=True))
