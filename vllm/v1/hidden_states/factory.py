@@ -45,12 +45,7 @@ def create_capture(
     )
     take_over_process(vllm_config)
     refuse_unsupported_family(vllm_config.model_config)
-    if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-        raise ValueError(
-            "prefill_context_parallel_size "
-            f"{vllm_config.parallel_config.prefill_context_parallel_size}: each of its "
-            "ranks has the hidden states of some tokens only; valid with extraction: 1"
-        )
+    refuse_split_tokens(vllm_config.parallel_config)
     return HiddenStateCapture(
         layer_ids=config.layer_ids,
         hidden_size=vllm_config.model_config.get_hidden_size(),
@@ -75,6 +70,20 @@ def is_writer() -> bool:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
+
+
+def refuse_split_tokens(parallel_config: Any) -> None:
+    """Raise where each rank computes some of a step's tokens only.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    num_ranks = parallel_config.prefill_context_parallel_size
+    if num_ranks > 1:
+        raise ValueError(
+            f"prefill_context_parallel_size {num_ranks}: each of its ranks has the "
+            "hidden states of some tokens only; valid with extraction: 1"
+        )
 
 
 def connect_stages(num_layers: int, model: Any, layer_ids: Sequence[int]) -> None:
