@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     cleanup_hidden_states,
     load_hidden_states,
@@ -79,6 +79,7 @@ def engine(request, column, engines, servers, tiny_model, tmp_path_factory):
         pytest.importorskip("ray")
     storage = tmp_path_factory.mktemp("storage")
     with pytest.MonkeyPatch.context() as patch:
+        envs.disable_envs_cache()  # of the engine before this one
         for name, value in servers.bind_threads(num_ranks).items():
             patch.setenv(name, value)
         if "pipeline_parallel_size" in settings:
