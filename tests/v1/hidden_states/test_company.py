@@ -81,6 +81,7 @@ def extraction(engines, storage, beside=None):
 alone = pytest.mark.parametrize("engine", ["alone"], indirect=True)
 restarted = pytest.mark.parametrize("engine", ["restarted"], indirect=True)
 beside = pytest.mark.parametrize("engine", ["beside"], indirect=True)
+of_its_own = pytest.mark.parametrize("engine", ["none"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +89,39 @@ def folders(column, tmp_path_factory):
     """Storage of the engines alone, which share it, and beside another connector."""
     return SimpleNamespace(
         alone=tmp_path_factory.mktemp("alone"),
+        restarted=tmp_path_factory.mktemp("restarted"),
         ours=tmp_path_factory.mktemp("ours"),
         theirs=tmp_path_factory.mktemp("theirs"),
     )
 
 
 @pytest.fixture(scope="module")
-def engine(request, column, engines, checkpoint, folders):
+def engine(request, column, engines, checkpoint, folders, make_prompt):
+    if request.param == "none":
+        yield None
+        return
     is_beside = request.param == "beside"
-    storage = folders.ours if is_beside else folders.alone
+    storage = {"beside": folders.ours, "restarted": folders.restarted}.get(
+        request.param, folders.alone
+    )
+    if request.param == "restarted":
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            engines.running_engine(
+                str(checkpoint),
+                **extraction(engines, storage),
+                **engines.column_settings(column),
+            ) as first,
+        ):
+            same_ids(patch)
+            for name in (KEPT, REPLACED):
+                first.llm_engine.add_request(
+                    name.rpartition("-")[0],
+                    make_prompt(100),
+                    SamplingParams(max_tokens=1, detokenize=False),
+                )
+            while first.llm_engine.has_unfinished_requests():
+                first.llm_engine.step()
     before = sorted(path.name for path in storage.iterdir())
     settings = extraction(engines, storage, folders.theirs if is_beside else None)
     if torch.cuda.is_available():
@@ -272,20 +297,6 @@ def test_rows_are_the_new_weights(
         shutil.copy(Path(tiny_model) / "model.safetensors", checkpoint)
 
 
-@alone
-@pytest.mark.scenario("an engine restarted on the same storage path")
-def test_before_a_restart(run, engine, make_prompt, reference_rows):
-    """Files for the engine that comes next."""
-    for path in engine.storage.iterdir():
-        path.unlink()
-    for request_id in ("kept", "replaced"):
-        prompt = make_prompt(100)
-        run.add(prompt, request_id)
-        (output,) = run.drain()
-        check(output, prompt, reference_rows)
-    assert names(engine.storage) == [f"{KEPT}.safetensors", f"{REPLACED}.safetensors"]
-
-
 @restarted
 @pytest.mark.scenario("an engine restarted on the same storage path")
 def test_after_a_restart(run, engine, make_prompt, reference_rows):
@@ -428,9 +439,17 @@ def test_several_api_servers(served, make_prompt, reference_rows):
     assert "ApiServer_1" in served.server.log.read_text()
 
 
+@of_its_own
 @pytest.mark.scenario("an engine restarted on the same storage path")
 def test_a_killed_server_and_the_engine_after_it(
-    served, column, engines, checkpoint, make_prompt, reference_rows, monkeypatch
+    engine,
+    served,
+    column,
+    engines,
+    checkpoint,
+    make_prompt,
+    reference_rows,
+    monkeypatch,
 ):
     """In the middle of a file: its reader is told at once, and what is left there is
     in nobody's way."""
