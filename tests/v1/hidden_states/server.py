@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 480.0
 
 
 class Server:

@@ -107,11 +107,32 @@ def test_a_warm_up_takes_nothing():
 
 
 def test_ranks_without_a_receiver_take_nothing():
-    capture = make_capture([1], None)
+    capture = make_capture([1], None, is_writer=False)
     model = Model()
     capture.attach(model)
     assert capture.capture(model(2), ["a"], [2], [0]).shape == (2, H)
-    assert capture._ring.num_free == 1
+    assert capture._ring is None
+
+
+def test_rows_scattered_over_ranks_are_found_at_start_up():
+    """As sequence parallelism would leave them: no row may be another's."""
+    capture = make_capture([1], None)
+    model = Model()
+    capture.attach(model)
+    hidden_states, layers = model(8)
+    with pytest.raises(MissingLayersError, match=r"\[4\] rows .* for 8 rows"):
+        capture.strip((hidden_states, [layer[:4] for layer in layers]))
+
+
+def test_the_stages_are_connected_with_what_the_model_was_asked_for():
+    connected = []
+    capture = make_capture(
+        [4, 1], None, connect_stages=lambda *call: connected.append(call)
+    )
+    model = Model()
+    model.set_aux_hidden_state_layers((3, 1))
+    capture.attach(model, keep_layers=True)
+    assert connected == [(model, (1, 3, 4))]
 
 
 def test_earlier_pipeline_stages_hand_their_output_on():

@@ -70,6 +70,8 @@ class HiddenStateCapture:
         positions_on_device: The numbers of computed tokens are upper bounds: the host
             does not know yet how many drafted tokens were accepted. The rows'
             positions go with them.
+        is_writer: Whether there will be a receiver: no memory is taken otherwise.
+        connect_stages: Called with the model and the layers that it was asked for.
     """
 
     def __init__(
@@ -83,11 +85,15 @@ class HiddenStateCapture:
         is_last_stage: bool,
         find_receiver: Callable[[], RowReceiver | None],
         positions_on_device: bool = False,
+        is_writer: bool = True,
+        connect_stages: Callable[[Any, Sequence[int]], None] | None = None,
     ):
         self.layer_ids = tuple(layer_ids)
         self.hidden_size = hidden_size
         self.is_last_stage = is_last_stage
+        self.is_writer = is_writer
         self._find_receiver = find_receiver
+        self._connect_stages = connect_stages
         self._receiver: RowReceiver | None = None
         self._make_ring: Callable[[], Ring] = lambda: Ring(
             num_slots,
@@ -119,7 +125,9 @@ class HiddenStateCapture:
                 f"{list(self._requested)} ({error!r}); some classes lack the first "
                 "(layer id 0, the embeddings) or the last"
             ) from error
-        if self.is_last_stage and self._ring is None:
+        if self._connect_stages is not None:
+            self._connect_stages(model, self._requested)
+        if self.is_last_stage and self.is_writer and self._ring is None:
             self._ring = self._make_ring()
 
     def strip(self, model_output: Any) -> Any:
@@ -193,6 +201,13 @@ class HiddenStateCapture:
                 f"the model was asked for layers {list(self._requested)} of "
                 f"{self.hidden_size} values a token, and returned {len(returned)} of "
                 f"{sorted(shapes)}: its family does not expose them as it promises",
+                hidden_states,
+            )
+        if any(len(layer) != len(hidden_states) for layer in returned):
+            raise MissingLayersError(
+                f"the model returned {[len(layer) for layer in returned]} rows of its "
+                f"layers for {len(hidden_states)} rows of its output: each "
+                "tensor-parallel rank has some only (sequence parallelism)",
                 hidden_states,
             )
         by_id = dict(zip(self._requested, returned, strict=True))

@@ -5,6 +5,7 @@ The one module of this package that needs vLLM, and only when it is called.
 """
 
 import ast
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ def create_capture(
     """The capture of this worker's model runner; None where nothing is extracted.
 
     Raises:
-        ValueError: if the model's family cannot expose its layers.
+        ValueError: if the model's family cannot expose its layers, or no rank would
+            see all rows.
     """
     config = vllm_config.hidden_states_config
     if config is None:
@@ -52,6 +54,7 @@ def create_capture(
     )
     take_over_process(vllm_config)
     refuse_unsupported_family(vllm_config.model_config)
+    refuse_split_tokens(vllm_config.parallel_config)
     return HiddenStateCapture(
         layer_ids=config.layer_ids,
         hidden_size=vllm_config.model_config.get_hidden_size(),
@@ -60,12 +63,92 @@ def create_capture(
         num_slots=config.num_ring_slots,
         device=device,
         is_last_stage=get_pp_group().is_last_rank,
+        is_writer=is_writer(),
         find_receiver=partial(find_receiver, config),
         positions_on_device=(
             vllm_config.speculative_config is not None
             and bool(vllm_config.scheduler_config.async_scheduling)
+        connect_stages=partial(
+            connect_stages, vllm_config.model_config.get_total_num_hidden_layers()
         ),
     )
+
+
+def is_writer() -> bool:
+    """Whether this worker writes files: where the layers are all there, and once.
+
+    Every tensor-parallel rank has all of a row.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
+
+
+def refuse_split_tokens(parallel_config: Any) -> None:
+    """Raise where each rank computes some of a step's tokens only.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    num_ranks = parallel_config.prefill_context_parallel_size
+    if num_ranks > 1:
+        raise ValueError(
+            f"prefill_context_parallel_size {num_ranks}: each of its ranks has the "
+            "hidden states of some tokens only; valid with extraction: 1"
+        )
+
+
+def connect_stages(num_layers: int, model: Any, layer_ids: Sequence[int]) -> None:
+    """Have the layers of earlier pipeline stages relayed to the last one.
+
+    vLLM has a relay for some families, by names in the tensors that stages pass on,
+    and sets it up for the drafters of the V2 runner alone. Works with both runners.
+
+    Args:
+        num_layers: Decoder layers of all stages.
+        model: This stage's part; has been asked for its layers.
+        layer_ids: What it was asked for, of all stages.
+
+    Raises:
+        ValueError: naming the family, if layers would not reach the last stage.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.distributed.utils import get_pp_indices
+
+    num_stages = get_pp_group().world_size
+    if num_stages == 1:
+        return
+    from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
+
+    decoder: Any = eagle3_utils._inner_decoder(model)
+    if getattr(decoder, "supports_aux_hidden_states_over_pp", False):
+        eagle3_utils.reserve_aux_intermediate_tensor_slots(model)
+        keys = eagle3_utils.aux_hidden_state_relay_keys(model)
+        if keys:  # a stage in the middle: its model passes on its own layers only
+            model.register_forward_hook(partial(_relay, keys), with_kwargs=True)
+        return
+    first, end = get_pp_indices(num_layers, num_stages - 1, num_stages)
+    # The layer on the boundary is the earlier stage's output. And some families count
+    # the layers of each stage from 0: ids that such a count reaches would be taken
+    # for others; the ids beyond it are missing then, which the warm-up run sees.
+    boundary = max(first, end - first)
+    missing = [layer_id for layer_id in layer_ids if layer_id <= boundary]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} cannot hand over layers {missing} with "
+            f"pipeline_parallel_size {num_stages}: the last stage writes, and this "
+            "family does not relay what earlier stages compute (Llama and Qwen3, among "
+            f"others, do). Valid: layers {boundary + 1} to {num_layers}, or "
+            "pipeline_parallel_size 1 (tensor parallelism has no such limit)"
+        )
+
+
+def _relay(
+    keys: Sequence[str], model: Any, args: Any, kwargs: dict[str, Any], output: Any
+) -> Any:
+    received = kwargs["intermediate_tensors"]
+    output.tensors.update({key: received[key] for key in keys})
+    return output
 
 
 def model_dtype(vllm_config: "VllmConfig") -> torch.dtype:

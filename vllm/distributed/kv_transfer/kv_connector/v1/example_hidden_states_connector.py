@@ -56,11 +56,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_metadata import 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     FileWriter,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.hidden_states.factory import model_dtype
+from vllm.v1.hidden_states.factory import is_writer, model_dtype
 from vllm.v1.hidden_states.plan import Span
 from vllm.v1.hidden_states.request import (
     HiddenStatesRequest,
@@ -345,10 +344,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             # True of every layer: the last id is the last layer's output before it.
             "final_norm": "not applied",
         }
-        # One writer per file: where the layers are all there, and only once.
-        self.is_writer = get_pp_group().is_last_rank and (
-            get_tp_group().rank_in_group == 0
-        )
+        self.is_writer = is_writer()
         self._pool = ThreadPoolExecutor(
             self.config.num_writer_threads, thread_name_prefix="hidden-states-writer"
         )
