@@ -68,6 +68,7 @@ def create_capture(
         positions_on_device=(
             vllm_config.speculative_config is not None
             and bool(vllm_config.scheduler_config.async_scheduling)
+        ),
         connect_stages=partial(
             connect_stages, vllm_config.model_config.get_total_num_hidden_layers()
         ),
