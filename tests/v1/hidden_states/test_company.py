@@ -265,7 +265,7 @@ def test_sleep(run, engine, checkpoint, make_prompt, reference_rows, level):
 def test_rows_are_the_new_weights(
     run, engine, checkpoint, tiny_model, new_weights, make_prompt, reference_rows
 ):
-    """Those that are on the disk by now; also while a request has begun."""
+    """Those that are on the disk by now."""
 
     def new_rows_of(token_ids):
         with torch.no_grad():
@@ -419,8 +419,7 @@ def check_response(response, prompt, rows_of) -> str:
     return check(SimpleNamespace(**response), prompt, rows_of)
 
 
-@pytest.mark.scenario("several API servers")
-def test_several_api_servers(served, make_prompt, reference_rows):
+def check_api_servers(served, make_prompt, reference_rows) -> None:
     """Their requests are one engine's, and each has a file of its own."""
     prompts = [make_prompt(1 + 17 * number) for number in range(12)]
     with ThreadPoolExecutor(6) as pool:
@@ -440,8 +439,9 @@ def test_several_api_servers(served, make_prompt, reference_rows):
 
 
 @of_its_own
+@pytest.mark.scenario("several API servers")
 @pytest.mark.scenario("an engine restarted on the same storage path")
-def test_a_killed_server_and_the_engine_after_it(
+def test_servers_that_are_killed_and_the_engine_after_them(
     engine,
     served,
     column,
@@ -453,6 +453,7 @@ def test_a_killed_server_and_the_engine_after_it(
 ):
     """In the middle of a file: its reader is told at once, and what is left there is
     in nobody's way."""
+    check_api_servers(served, make_prompt, reference_rows)
     told: list[HiddenStatesError] = []
 
     def request() -> None:

@@ -110,7 +110,7 @@ def worker_states(llm) -> list[dict[str, Any]]:
 
         connector: Any = get_kv_transfer_group()
         ring = worker.model_runner.hidden_state_capture._ring
-        kept = (connector._writers, connector.wanted, connector._token_ids)
+        kept = (connector._writers, connector.wanted, connector._new_files)
         return {
             "is_writer": connector.is_writer,
             "slots": None if ring is None else (ring.num_slots, ring.num_free),
