@@ -61,6 +61,13 @@ def reason_without(item: pytest.Item) -> str | None:
     return None
 
 
+def mark_soak(item: pytest.Item) -> None:
+    """Leave a test to `make soak` in the columns of its marker ``soak_in``."""
+    for mark in item.iter_markers("soak_in"):
+        if column_of(item) in mark.args:
+            item.add_marker(pytest.mark.soak)
+
+
 def process_of(item: pytest.Item) -> str:
     """Which process a test needs."""
     if item.get_closest_marker(STARTS_PROCESSES) is not None:

@@ -171,6 +171,11 @@ def column_settings(column: str) -> dict[str, Any]:
     return {"enforce_eager": column.endswith("eager")}
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Before -m selects."""
+    columns.mark_soak(item)
+
+
 @pytest.hookimpl(trylast=True)  # of the items that -m and -k leave
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` run where there is a CUDA device, and tests that need

@@ -26,11 +26,11 @@ LAYER_IDS = [6, 0, 3]
 KEPT = "kept-00000000"
 REPLACED = "replaced-00000000"
 
-# What is compiled takes half a minute longer to start, and runs the same wiring.
+# They take long, and what they show is the same for all.
 COLUMNS = [
     "V1 eager",
     pytest.param("V1 compiled", marks=pytest.mark.soak),
-    "V2 eager",
+    pytest.param("V2 eager", marks=pytest.mark.soak),
     pytest.param("V2 compiled", marks=pytest.mark.gpu),
 ]
 

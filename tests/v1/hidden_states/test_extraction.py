@@ -22,6 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "compiled float32": {"dtype": "float32", "enforce_eager": False},
     "compiled bfloat16": {"dtype": "bfloat16", "enforce_eager": False},
 }
+SLOW = "compiled bfloat16"  # a minute, for nothing that the other three do not show
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"max_tokens": 16, "temperature": 0, "logprobs": 3},
     "seeded": {"max_tokens": 16, "temperature": 1.0, "seed": 7, "logprobs": 3},
@@ -70,7 +71,13 @@ def prompts(make_prompt):
     return [make_prompt(length) for length in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(mode, marks=pytest.mark.soak if mode == SLOW else ())
+        for mode in MODES
+    ],
+)
 def engine(request, engines, tiny_model, tmp_path_factory, prompts):
     """An extracting engine, with what a plain one said in the same mode."""
     mode = MODES[request.param]

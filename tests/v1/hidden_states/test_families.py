@@ -26,7 +26,9 @@ CHUNK = 32
 
 # vLLM's class imports torchvision, which is not a dependency of the CPU build.
 NEEDS_TORCHVISION = pytest.mark.own_process("torchvision")
+# Columns that `make soak` runs, to keep the time of `make test`.
 COMPILED = ("V1 compiled",)
+SLOW = ("V1 compiled", "V2 eager")
 
 # How the rows of vLLM's and of Transformers' implementation agree.
 EXACT = "all rows, to 1e-4"
@@ -65,32 +67,32 @@ class Case:
 
 
 CASES = [
-    Case("Llama", soak=COMPILED),
-    Case("Qwen2", soak=COMPILED),
-    Case("Qwen3"),
+    Case("Llama", soak=SLOW),
+    Case("Qwen2", soak=SLOW),
+    Case("Qwen3", soak=COMPILED),
     Case(
         "Gemma3",
         row="Gemma3 (`model_impl=transformers`)",
         has_embeddings=False,
         settings={"model_impl": "transformers"},
-        soak=COMPILED,
+        soak=SLOW,
     ),
-    Case("gpt-oss", soak=COMPILED),
-    Case("Qwen3-MoE"),
+    Case("gpt-oss", soak=SLOW),
+    Case("Qwen3-MoE", soak=("V2 eager",)),
     Case(
         "DeepSeek-V2",
         "DeepSeek-V2 (MLA)",
         FIRST_POSITION,
-        soak=COMPILED,
+        soak=SLOW,
     ),
-    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", FIRST_POSITION),
+    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", FIRST_POSITION, soak=COMPILED),
     # On a CPU the gated delta net "requires BF16".
     Case(
         "Qwen3-Next",
         "Qwen3-Next (hybrid)",
         ROUGH,
         settings={"dtype": "bfloat16"},
-        soak=COMPILED,
+        soak=SLOW,
     ),
     Case(
         "Qwen3.5",
@@ -98,7 +100,7 @@ CASES = [
         ROUGH,
         settings={"dtype": "bfloat16"},
         marks=(NEEDS_TORCHVISION,),
-        soak=COMPILED,
+        soak=SLOW,
     ),
     Case("NemotronH", "NemotronH (Mamba2 and attention)"),
     Case(
@@ -106,7 +108,7 @@ CASES = [
         "LLaVA, an image in the prompt",
         settings={"skip_tokenizer_init": False},
         marks=(NEEDS_TORCHVISION,),
-        soak=COMPILED,
+        soak=SLOW,
     ),
 ]
 
@@ -115,7 +117,9 @@ def pytest_generate_tests(metafunc: Any) -> None:
     """Rows times columns; not by two fixtures, since marks are of the pair."""
     if "refusal" in metafunc.fixturenames:
         pairs = [
-            pytest.param(row, column, id=f"{row} {column}", marks=marks_of(row, column))
+            pytest.param(
+                row, column, id=f"{row} {column}", marks=marks_of(row, column, SLOW)
+            )
             for row in REFUSALS
             for column in columns.COLUMNS
         ]

@@ -22,6 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.lora.request import LoRARequest
 
+# Compiled, and by Triton's interpreter, it takes minutes.
+pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
+
 ROW = pytest.mark.scenario("LoRA: rows are the adapted model's")
 
 RANK = 4

@@ -23,20 +23,33 @@ def schedule(row: str, *marks: Any, **settings: Any) -> Any:
     return pytest.param(settings, id=row, marks=[pytest.mark.scenario(row), *marks])
 
 
+# Every one of them in every column takes longer than `make test` should.
+BOTH = pytest.mark.soak_in("V1 compiled", "V2 eager")
+COMPILED = pytest.mark.soak_in("V1 compiled")
+
 SCHEDULES = [
     schedule("chunked prefill"),
     schedule(
-        "chunked prefill off", enable_chunked_prefill=False, max_num_batched_tokens=1024
+        "chunked prefill off",
+        BOTH,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=1024,
     ),
     # 1,056 tokens of KV cache for requests of up to 1,023.
-    schedule("preemption and recompute", num_gpu_blocks_override=34, block_size=32),
-    schedule("priority scheduling", scheduling_policy="priority"),
-    schedule("asynchronous scheduling", async_scheduling=True),
+    schedule(
+        "preemption and recompute",
+        COMPILED,
+        num_gpu_blocks_override=34,
+        block_size=32,
+    ),
+    schedule("priority scheduling", BOTH, scheduling_policy="priority"),
+    schedule("asynchronous scheduling", BOTH, async_scheduling=True),
     schedule(
         "`ngram` speculation beside",
         # It imports numba, and with that in the process stock vLLM cannot start
         # another engine on a CPU (its scan for Triton kernels trips over it).
         pytest.mark.own_process("ngram"),
+        COMPILED,
         pytest.mark.without(
             "V2 eager",
             "Triton's interpreter does not run vLLM's ngram kernel: "

@@ -209,6 +209,25 @@ def test_a_list_of_prompts(complete, check):
         check(params, prompts[index])
 
 
+@pytest.mark.scenario("`/v1/chat/completions/batch`: a path in each choice")
+def test_a_batch_of_chats(served, check):
+    response = served.client.post(
+        "/chat/completions/batch",
+        body={
+            "model": served.model,
+            "messages": [[{"role": "user", "content": text}] for text in TEXTS],
+            "max_tokens": 2,
+        },
+        cast_to=object,
+    )
+    paths = []
+    for choice in response["choices"]:
+        paths.append(choice[PARAMS]["hidden_states_path"])
+        token_ids = load_hidden_states(paths[-1], timeout=30)["token_ids"].tolist()
+        check(choice[PARAMS], token_ids)
+    assert len(set(paths)) == len(TEXTS)
+
+
 @pytest.mark.scenario("a stop string, in a response and in a stream")
 def test_stop_strings(complete, check):
     """The engine runs ahead of the front end, which finds the string in the text."""

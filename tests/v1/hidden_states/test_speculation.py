@@ -17,6 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
+# The wiring is the same compiled or not, and takes half a minute longer.
+pytestmark = pytest.mark.soak_in("V1 compiled")
+
 VOCAB_SIZE = 8
 # The draft's layers are 1, 3 and 5: one is extracted too, two are not.
 LAYER_IDS = [6, 3, 0, 4]
@@ -33,7 +36,12 @@ def method(row: str, name: str, *marks: Any, asynchronous: bool = False) -> Any:
 
 METHODS = [
     method("`eagle3` beside", "eagle3"),
-    method("`eagle3` beside, asynchronous scheduling", "eagle3", asynchronous=True),
+    method(
+        "`eagle3` beside, asynchronous scheduling",
+        "eagle3",
+        pytest.mark.soak_in("V2 eager"),
+        asynchronous=True,
+    ),
     method(
         "`ngram` beside, a real model",
         "ngram",

@@ -29,16 +29,21 @@ def keep_transfer_params(
     return getattr(parent, "kv_transfer_params", None)
 
 
-def add_to_choice(choice: Any, result: Any, results: list[Any]) -> None:
+def add_to_choice(choice: Any, result: Any, output: Any, of_several: bool) -> None:
     """Give the first choice of each of several prompts its prompt's parameters.
 
     Args:
-        choice: Of a completion response, just made.
-        result: The output of its prompt.
-        results: Those of all prompts. Where it is one, the response has its parameters.
+        choice: Of a response, just made.
+        result: What the engine said of its prompt.
+        output: The output that the choice is for.
+        of_several: Whether there are more prompts than one; the one prompt's
+            parameters are the response's own.
     """
-    is_first = choice.index % len(result.outputs) == 0
-    if len(results) > 1 and is_first and result.kv_transfer_params is not None:
+    if (
+        of_several
+        and result.kv_transfer_params is not None
+        and output is result.outputs[0]
+    ):
         choice.kv_transfer_params = result.kv_transfer_params
 
 
