@@ -63,7 +63,12 @@ def run(engine, disk):
         return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     state = SimpleNamespace(
-        core=core, add=add, drain=drain, step=core.step, free_blocks=free_blocks
+        core=core,
+        disk=disk,
+        add=add,
+        drain=drain,
+        step=core.step,
+        free_blocks=free_blocks,
     )
     free_before = free_blocks()
     yield state
@@ -133,6 +138,67 @@ def test_a_prompt_that_is_preempted_in_the_middle(run, make_prompt):
     (output,) = run.drain()
     rows = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
     torch.testing.assert_close(rows, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_beam_search_leaves_no_files(run, engine, disk, make_prompt):
+    """Its steps are requests of their own, whose paths nobody would get."""
+    from vllm.sampling_params import BeamSearchParams
+
+    (output,) = engine.beam_search(
+        [make_prompt(20)], BeamSearchParams(beam_width=3, max_tokens=4)
+    )
+    assert len(output.sequences) == 3
+    assert os.listdir(disk) == []
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_id_that_comes_again_at_once(
+    run, make_prompt, monkeypatch, include, is_aborted
+):
+    """In the same step's metadata: the end of the one, and the other's new file."""
+    monkeypatch.setattr("vllm.envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", True)
+    params = SamplingParams(
+        max_tokens=3,
+        temperature=0,
+        extra_args={"kv_transfer_params": {"include_output_tokens": include}},
+    )
+    run.add(make_prompt(30), max_tokens=20)  # so that the engine goes on
+    run.core.add_request("same", make_prompt(10), params)
+    run.step()
+    if is_aborted:
+        run.core.abort_request(["same"])
+    else:
+        while not any(output.finished for output in run.step()):
+            pass
+    prompt = make_prompt(40, seed=1)
+    run.core.add_request("same", prompt, params)
+    outputs = {output.request_id: output for output in run.drain()}
+    output = outputs["same"]
+    said = output.outputs[0].token_ids[:-1] if include else []
+    loaded = load_hidden_states(
+        output.kv_transfer_params["hidden_states_path"], timeout=10
+    )
+    assert loaded["token_ids"].tolist() == [*prompt["prompt_token_ids"], *said]
+
+
+def test_a_directory_that_is_removed_while_it_decodes(run, disk, make_prompt):
+    run.core.add_request(
+        "removed",
+        make_prompt(10),
+        SamplingParams(
+            max_tokens=6,
+            temperature=0,
+            extra_args={"kv_transfer_params": {"include_output_tokens": True}},
+        ),
+    )
+    run.step()
+    run.step()
+    (partial,) = disk.glob("*.partial")
+    partial.unlink()
+    (output,) = run.drain()
+    with pytest.raises(HiddenStatesError, match="cannot complete the file.*No such"):
+        load_hidden_states(output.kv_transfer_params["hidden_states_path"], timeout=10)
 
 
 def fill(disk) -> None:

@@ -166,7 +166,15 @@ def test_several_choices(engine, generate, make_prompt, reference_rows):
     assert len(set(engine.storage.iterdir()) - files) == 2
 
 
+def nested(depth):
+    return {"a": nested(depth - 1)} if depth else 1
+
+
 BAD_OPTIONS = [
+    (nested(500), "nested too deeply; valid: at most 16 levels"),
+    ({"a": "\ud800"}, "is no Unicode text"),
+    ({"\ud800": 1}, "is no Unicode text"),
+    ({"hidden_states_layers": [7] * 10**6}, r"\[7, 7, 7.*\.\.\.\]: this engine does"),
     ("x", "kv_transfer_params 'x': not an object"),
     ({"extract_hidden_states": "yes"}, r"extract_hidden_states 'yes': .*true, false"),
     ({"include_output_tokens": 1}, r"include_output_tokens 1: .*true, false"),
@@ -185,8 +193,9 @@ BAD_OPTIONS = [
 @pytest.mark.refused
 @pytest.mark.parametrize(("params", "error"), BAD_OPTIONS)
 def test_options_that_are_not_valid(engine, generate, make_prompt, params, error):
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises(ValueError, match=error) as refusal:
         generate(make_prompt(5), params)
+    assert len(str(refusal.value)) < 1000
     assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
@@ -200,6 +209,31 @@ def test_several_choices_with_their_output(generate, make_prompt):
             n=2,
             temperature=1.0,
         )
+
+
+def test_other_parameters_are_left_alone(engine, generate, make_prompt):
+    """Those of other connectors, however many, and what only looks like our own."""
+    many = {f"hidden_states_layer{number}": number for number in range(60_000)}
+    for params in (
+        {"do_remote_decode": False, "remote": {"host": "x", "ports": [1, 2]}},
+        {"x" * 10**6: 1},
+        many,
+    ):
+        output = generate(make_prompt(5), params | {"extract_hidden_states": True})
+        assert list(output.kv_transfer_params) == ["hidden_states_path"]
+
+
+def test_marks_of_the_front_end_are_not_a_clients(engine, make_prompt):
+    for mark in ("all", "choices after the first", ["part of another request"]):
+        params = SamplingParams(
+            max_tokens=1,
+            extra_args={
+                "hidden_states_left_out": mark,
+                "kv_transfer_params": {"extract_hidden_states": True},
+            },
+        )
+        (output,) = engine.llm.generate([make_prompt(5)], params, use_tqdm=False)
+        assert list(output.kv_transfer_params) == ["hidden_states_path"]
 
 
 def test_the_engine_refuses_what_no_front_end_has_checked(

@@ -24,6 +24,9 @@ TEXT = "A river starts as rain on a hill."
 TEXTS = [TEXT, "By four the ovens are hot.", "The third one is the longest of all."]
 CHAT: Any = [{"role": "user", "content": TEXT}]
 PARAMS = "kv_transfer_params"
+NESTED: dict[str, Any] = {}
+for _ in range(200):
+    NESTED = {"a": NESTED}
 
 
 # What serves is the same for all engines: the users' kind of engine in every run.
@@ -308,6 +311,27 @@ def test_responses(served, check):
     check(told, token_ids.tolist())
 
 
+@pytest.mark.scenario("a beam search over HTTP: no files, no options")
+def test_a_beam_search(served, complete, chat):
+    files = set(served.storage.iterdir())
+    options: dict[str, Any] = {"use_beam_search": True, "n": 2}
+    for body in ({}, {PARAMS: {"extract_hidden_states": False}}):
+        response = served.client.completions.create(
+            model=served.model, prompt=TEXT, max_tokens=3, extra_body=options | body
+        )
+        assert len(response.choices) == 2
+        assert not params_of(response)
+    assert set(served.storage.iterdir()) == files
+    for body in ({"extract_hidden_states": True}, {"hidden_states_layers": [99]}):
+        with pytest.raises(openai.BadRequestError, match="beam search hands out no"):
+            served.client.completions.create(
+                model=served.model,
+                prompt=TEXT,
+                max_tokens=3,
+                extra_body=options | {PARAMS: body},
+            )
+
+
 @pytest.mark.scenario("health, models, tokenize: no files")
 def test_requests_that_generate_nothing(served):
     files = set(served.storage.iterdir())
@@ -327,6 +351,7 @@ def test_requests_that_generate_nothing(served):
         ({"hidden_states_layers": [2]}, {}, "does not extract layer 2"),
         ({"hidden_state_layers": [3]}, {}, "did you mean 'hidden_states_layers'"),
         ({"include_output_tokens": True}, {"n": 2, "temperature": 1.0}, "with n=2"),
+        (NESTED, {}, "nested too deeply"),
     ],
 )
 def test_bad_options(complete, chat, served, params, fields, error, stream):
@@ -337,6 +362,15 @@ def test_bad_options(complete, chat, served, params, fields, error, stream):
         chat(params, stream=stream, **fields)
     with pytest.raises(openai.BadRequestError):
         complete(TEXTS, params, stream=stream, **fields)
+    if "n" not in fields:
+        with pytest.raises(openai.BadRequestError, match=error):
+            served.client.responses.create(
+                model=served.model,
+                input=TEXT,
+                max_output_tokens=2,
+                stream=stream,
+                extra_body={PARAMS: params},
+            )
     served.server.get("/health")
     assert set(served.storage.iterdir()) == files
 

@@ -8,13 +8,18 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.hidden_states.request import (
+    ALL,
     EXTRACT,
-    FIRST_CHOICE_ONLY,
+    FURTHER_CHOICES,
     LAYERS,
+    MARK,
+    OPTIONS,
     OUTPUT,
     PARAMS_KEY,
+    PART_OF_ANOTHER,
     RequestError,
     parse_request,
+    refuse_what_cannot_travel,
 )
 
 
@@ -25,30 +30,64 @@ class InvalidRequestError(VLLMValidationError, ValueError):
 def check_request(vllm_config: VllmConfig, params: SamplingParams) -> None:
     """Refuse a request whose options are not valid; for front ends.
 
-    Marks the parameters of a request with several choices: all have the same prompt,
-    whose rows only the first one's request is to compute and write.
+    Marks the parameters of a request that is left out, or whose further choices are.
 
     Raises:
         InvalidRequestError: naming the option, its value, and what would be valid.
     """
-    config = vllm_config.hidden_states_config
-    options = (params.extra_args or {}).get(PARAMS_KEY)
+    extra_args = dict(params.extra_args or {})
+    mark = extra_args.pop(MARK, None)
+    options = extra_args.get(PARAMS_KEY)
+    is_part = mark is PART_OF_ANOTHER[MARK]
     try:
+        refuse_what_cannot_travel(options)
+        config = vllm_config.hidden_states_config
         if config is None:
             _refuse_without_extraction(options)
-            return
-        asked = parse_request(options, config)
-        if asked is None or params.n == 1:
-            return
-        if asked.include_output_tokens:
-            raise RequestError(
-                OUTPUT, True, f"with n={params.n} there is no one output; valid: n=1"
-            )
-        params.extra_args = (params.extra_args or {}) | {FIRST_CHOICE_ONLY: True}
+        else:
+            asked = parse_request(options, config)
+            if is_part:
+                extra_args[MARK] = ALL
+            elif asked is not None and params.n > 1:
+                if asked.include_output_tokens:
+                    raise RequestError(
+                        OUTPUT,
+                        True,
+                        f"with n={params.n} there is no one output; valid: n=1",
+                    )
+                extra_args[MARK] = FURTHER_CHOICES
     except RequestError as error:
         raise InvalidRequestError(
             str(error), parameter=error.option, value=error.value
         ) from None
+    if mark is not None or MARK in extra_args:
+        params.extra_args = extra_args or None
+
+
+def as_part(params: SamplingParams) -> SamplingParams:
+    """The parameters of a request that is made on another's way."""
+    params = params.clone()
+    params.extra_args = (params.extra_args or {}) | PART_OF_ANOTHER
+    return params
+
+
+def check_beam_search(request: Any) -> None:
+    """Refuse options of a beam search, whose steps no path could be handed out for.
+
+    Args:
+        request: Of a completion or chat completion.
+
+    Raises:
+        InvalidRequestError: naming the option.
+    """
+    params = request.kv_transfer_params or {}
+    for option in OPTIONS:
+        if params.get(option):
+            raise InvalidRequestError(
+                f"{PARAMS_KEY}.{option}: a beam search hands out no hidden states; "
+                "valid: without use_beam_search",
+                parameter=f"{PARAMS_KEY}.{option}",
+            )
 
 
 def check_served_request(serving: Any, params: Any) -> None:

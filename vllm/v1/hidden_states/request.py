@@ -6,6 +6,7 @@ queued (HTTP 400), and by the engine, which another front end may reach unchecke
 """
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,20 @@ LAYERS = "hidden_states_layers"
 OUTPUT = "include_output_tokens"
 OPTIONS = (EXTRACT, LAYERS, OUTPUT)
 
-# In a request's extra_args: of `n` > 1 choices only the first one's request extracts.
-FIRST_CHOICE_ONLY = "hidden_states_of_first_choice_only"
+# In a request's extra_args, by the front end: requests that are left out.
+MARK = "hidden_states_left_out"
+FURTHER_CHOICES = "choices after the first"  # of `n` > 1: all have the same prompt
+ALL = "all"
+
+# For requests that are made on a request's way, such as a step of a beam search: no
+# response has their paths. By identity, so that no client can say it.
+PART_OF_ANOTHER = {MARK: ("part of another request",)}
+
+# More than any use of options needs; what is beyond costs time, or the engine's life
+# (its processes exchange requests by recursive means).
+MAX_KEYS = 64
+MAX_KEY_LENGTH = 100
+MAX_DEPTH = 16
 
 
 class RequestError(ValueError):
@@ -28,13 +41,18 @@ class RequestError(ValueError):
 
     Attributes:
         option: Its name, as in ``kv_transfer_params.include_output_tokens``.
-        value: What was given.
+        value: What was given, shortened to be shown.
     """
 
     def __init__(self, option: str, value: Any, sentence: str):
         self.option = f"{PARAMS_KEY}.{option}" if option else PARAMS_KEY
-        self.value = value
-        super().__init__(f"{self.option} {value!r}: {sentence}")
+        self.value = _shortened.repr(value)
+        super().__init__(f"{self.option} {self.value}: {sentence}")
+
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 80
+_shortened.maxlist = _shortened.maxdict = 12
 
 
 @dataclass(frozen=True)
@@ -60,11 +78,12 @@ def parse_request(
         params = {}
     if not isinstance(params, Mapping):
         raise RequestError("", params, "not an object; valid: options by name")
-    for key in params:
-        if key not in OPTIONS and (near := _near(key)):
-            raise RequestError(
-                str(key), params[key], f"no such option; did you mean {near!r}?"
-            )
+    if len(params) <= MAX_KEYS:
+        for key in params:
+            if key not in OPTIONS and (near := _near(key)):
+                raise RequestError(
+                    str(key), params[key], f"no such option; did you mean {near!r}?"
+                )
     extract = _flag(params, EXTRACT, config.extract_by_default)
     include_output_tokens = _flag(params, OUTPUT, False)
     columns = _columns(params.get(LAYERS), config.layer_ids)
@@ -73,16 +92,51 @@ def parse_request(
     return HiddenStatesRequest(columns, include_output_tokens)
 
 
-def is_further_choice(request: Any) -> bool:
-    """Whether an engine's request is for a choice after the first of several."""
+def is_left_out(request: Any) -> bool:
+    """Whether an engine's request has no response of its own that could have a path."""
     extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-    # Such requests are named "<index>_<id of the whole>".
-    return bool(extra_args.get(FIRST_CHOICE_ONLY)) and not (
-        request.request_id.startswith("0_")
+    mark = extra_args.get(MARK)
+    if mark == FURTHER_CHOICES:
+        # Such requests are named "<index>_<id of the whole>".
+        return not request.request_id.startswith("0_")
+    return bool(mark == ALL)
+
+
+def refuse_what_cannot_travel(params: Any) -> None:
+    """Refuse parameters that the engine's processes could not hand to each other.
+
+    Raises:
+        RequestError: if they are nested too deeply, or hold text that is no Unicode.
+    """
+    level = [params]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                inner += [*value, *value.values()]
+            elif isinstance(value, (list, tuple)):
+                inner += value
+            elif isinstance(value, str) and not _is_unicode(value):
+                raise RequestError("", params, f"{value!r} is no Unicode text")
+        if not inner:
+            return
+        level = inner
+    raise RequestError(
+        "", params, f"nested too deeply; valid: at most {MAX_DEPTH} levels"
     )
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _near(key: Any) -> str | None:
+    if len(str(key)) > MAX_KEY_LENGTH:
+        return None
     near = difflib.get_close_matches(str(key), OPTIONS, n=1, cutoff=0.85)
     return near[0] if near else None
 

@@ -64,7 +64,7 @@ from vllm.v1.hidden_states.plan import Span
 from vllm.v1.hidden_states.request import (
     HiddenStatesRequest,
     RequestError,
-    is_further_choice,
+    is_left_out,
     parse_request,
 )
 from vllm.v1.hidden_states.ring import Slot
@@ -207,7 +207,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             asked = parse_request(request.kv_transfer_params, self.config)
         except RequestError as error:  # of a front end that does not check
             asked, failure = None, str(error)
-        if failure is None and (asked is None or is_further_choice(request)):
+        if failure is None and (asked is None or is_left_out(request)):
             return
         if asked is not None:
             # A row that the prefix cache spares us is a row that is not computed. The
@@ -353,6 +353,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._writers: dict[str, FileWriter] = {}
         self._new_files: dict[str, NewFile] = {}
         self._opening: list[Future[None]] = []
+        # Ids of finished requests that others have by now.
+        self._replaced: set[str] = set()
         self.wanted: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -372,6 +374,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not self.is_writer:
             return
         for new in connector_metadata.new_files:
+            if new.request_id in self._writers:
+                # An id used again at once: first the end of what had it before.
+                self._let_go(new.request_id, connector_metadata).drain()
+                self._replaced.add(new.request_id)
             writer = FileWriter(
                 self._pool,
                 HiddenStatesFile(
@@ -457,23 +463,30 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         if not isinstance(metadata, HiddenStatesConnectorMetadata):
             metadata = HiddenStatesConnectorMetadata()  # outside of any step
-        for request_id in finished_req_ids:
-            writer = self._writers.get(request_id)
-            if writer is None:
-                continue
-            if request_id in self.wanted:
-                if request_id in metadata.finished:
-                    self._complete(request_id, metadata.finished[request_id])
-                else:
-                    self._stop_wanting(request_id)
-                    if request_id not in metadata.unwanted:
-                        writer.fail(
-                            "the request ended before its prompt was computed in full"
-                        )
-            if request_id in metadata.unwanted:
-                writer.remove()
-            del self._writers[request_id]
+        for request_id in finished_req_ids - self._replaced:
+            if request_id in self._writers:
+                self._let_go(request_id, metadata)
+        self._replaced.clear()
         return None, None
+
+    def _let_go(
+        self, request_id: str, metadata: HiddenStatesConnectorMetadata
+    ) -> FileWriter:
+        """A request has finished: its file's end is known."""
+        writer = self._writers[request_id]
+        if request_id in self.wanted:
+            if request_id in metadata.finished:
+                self._complete(request_id, metadata.finished[request_id])
+            else:
+                self._stop_wanting(request_id)
+                if request_id not in metadata.unwanted:
+                    writer.fail(
+                        "the request ended before its prompt was computed in full"
+                    )
+        if request_id in metadata.unwanted:
+            writer.remove()
+        del self._writers[request_id]
+        return writer
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         # The path may leave with this step's output: the lock has to be there.

@@ -171,7 +171,10 @@ class HiddenStatesFile:
         if len(text) > size:
             raise OSError(f"a header of {len(text)} bytes has no room in {size}")
         _write_at(self._fd, memoryview(size.to_bytes(8, "little") + text), 0)
-        os.rename(self.path + PARTIAL_SUFFIX, self.path)
+        partial = self.path + PARTIAL_SUFFIX
+        if not os.path.samestat(os.fstat(self._fd), os.stat(partial)):
+            raise FileExistsError(f"{partial!r} has been replaced by another file")
+        os.rename(partial, self.path)
         self._close()  # from here on the file is its readers'
 
     def fail(self, cause: str) -> None:
@@ -189,9 +192,17 @@ class HiddenStatesFile:
         try:
             os.ftruncate(self._fd, HEADER_ROOM)  # frees the rows' space first
             _write_at(self._fd, memoryview(text.ljust(HEADER_ROOM)), 0)
-            os.rename(self.path + PARTIAL_SUFFIX, self.path + ERROR_SUFFIX)
+            try:
+                os.rename(self.path + PARTIAL_SUFFIX, self.path + ERROR_SUFFIX)
+            except FileNotFoundError:  # removed, perhaps with its directory
+                self._write_note(text)
         finally:
             self.withdraw()
+
+    def _write_note(self, text: bytes) -> None:
+        os.makedirs(os.path.dirname(self.path) or ".", mode=0o700, exist_ok=True)
+        with open(self.path + ERROR_SUFFIX, "xb") as file:
+            file.write(text)
 
     def withdraw(self) -> None:
         """Take back what has been written; leaves nothing. May be called twice.

@@ -109,6 +109,12 @@ class FileWriter:
         """Take back whatever there is, complete or not: the request was aborted."""
         self._submit(self._remove)
 
+    def drain(self) -> None:
+        """Wait until all that was asked for is done."""
+        done: Future[None] = Future()
+        self._submit(lambda: done.set_result(None))
+        done.result()
+
     def _refuse_gap(self, position: int) -> None:
         if position > self._num_rows:
             raise ValueError(
