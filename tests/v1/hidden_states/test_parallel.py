@@ -285,22 +285,22 @@ def test_data_parallel_ranks_with_and_without_work(
 ):
     """Requests to one rank, to the other, to both; nobody waits for an idle rank."""
     prompts = [make_prompt(length) for length in (5, 100, 31, 64)]
-    paths = []
 
-    def request(number: int, rank: int | None) -> None:
-        prompt = prompts[number]
+    def request(number: int, rank: int | None = None) -> tuple[int, Any]:
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        response = data_parallel.server.complete(
-            prompt["prompt_token_ids"], max_tokens=1 + number, headers=headers
+        return number, data_parallel.server.complete(
+            prompts[number]["prompt_token_ids"], max_tokens=1 + number, headers=headers
         )
-        check(SimpleNamespace(**response), prompt, reference_rows)
-        paths.append(response["kv_transfer_params"]["hidden_states_path"])
 
+    answered = []
     for rank in (0, 1, 0):  # the other one idles
-        for number in (0, 1):
-            request(number, rank)
+        answered += [request(number, rank) for number in (0, 1)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: request(number % 4, None), range(8)))
+        answered += pool.map(request, [0, 1, 2, 3] * 2)
+    paths = []
+    for number, response in answered:
+        check(SimpleNamespace(**response), prompts[number], reference_rows)
+        paths.append(response["kv_transfer_params"]["hidden_states_path"])
     assert len(set(paths)) == 14
     assert {str(path) for path in data_parallel.storage.iterdir()} == set(paths)
     log = data_parallel.server.log.read_text()

@@ -25,7 +25,7 @@ TEXTS = [TEXT, "By four the ovens are hot.", "The third one is the longest of al
 CHAT: Any = [{"role": "user", "content": TEXT}]
 PARAMS = "kv_transfer_params"
 NESTED: dict[str, Any] = {}
-for _ in range(200):
+for _ in range(400):
     NESTED = {"a": NESTED}
 
 

@@ -35,33 +35,47 @@ def check_request(vllm_config: VllmConfig, params: SamplingParams) -> None:
     Raises:
         InvalidRequestError: naming the option, its value, and what would be valid.
     """
+    params.extra_args = _checked_extra_args(vllm_config, params)
+
+
+def check_served_request(serving: Any, params: Any) -> None:
+    """As ``check_request``, for a server's handler: before it answers with a stream.
+
+    Raises:
+        InvalidRequestError: see ``check_request``.
+    """
+    client = getattr(serving, "engine_client", None)
+    if client is not None and isinstance(params, SamplingParams):
+        _checked_extra_args(client.vllm_config, params)
+
+
+def _checked_extra_args(
+    vllm_config: VllmConfig, params: SamplingParams
+) -> dict[str, Any] | None:
+    if params.extra_args is None and params.n == 1:
+        return None
     extra_args = dict(params.extra_args or {})
     mark = extra_args.pop(MARK, None)
     options = extra_args.get(PARAMS_KEY)
-    is_part = mark is PART_OF_ANOTHER[MARK]
+    config = vllm_config.hidden_states_config
     try:
         refuse_what_cannot_travel(options)
-        config = vllm_config.hidden_states_config
         if config is None:
             _refuse_without_extraction(options)
-        else:
-            asked = parse_request(options, config)
-            if is_part:
-                extra_args[MARK] = ALL
-            elif asked is not None and params.n > 1:
-                if asked.include_output_tokens:
-                    raise RequestError(
-                        OUTPUT,
-                        True,
-                        f"with n={params.n} there is no one output; valid: n=1",
-                    )
-                extra_args[MARK] = FURTHER_CHOICES
+            return extra_args or None
+        asked = parse_request(options, config)
+        if mark is PART_OF_ANOTHER[MARK]:
+            extra_args[MARK] = ALL
+        elif asked is not None and params.n > 1:
+            if asked.include_output_tokens:
+                sentence = f"with n={params.n} there is no one output; valid: n=1"
+                raise RequestError(OUTPUT, True, sentence)
+            extra_args[MARK] = FURTHER_CHOICES
     except RequestError as error:
         raise InvalidRequestError(
             str(error), parameter=error.option, value=error.value
         ) from None
-    if mark is not None or MARK in extra_args:
-        params.extra_args = extra_args or None
+    return extra_args or None
 
 
 def as_part(params: SamplingParams) -> SamplingParams:
@@ -88,17 +102,6 @@ def check_beam_search(request: Any) -> None:
                 "valid: without use_beam_search",
                 parameter=f"{PARAMS_KEY}.{option}",
             )
-
-
-def check_served_request(serving: Any, params: Any) -> None:
-    """``check_request`` for a server's handler, before it answers with a stream.
-
-    Raises:
-        InvalidRequestError: see ``check_request``.
-    """
-    client = getattr(serving, "engine_client", None)
-    if client is not None and hasattr(params, "extra_args"):
-        check_request(client.vllm_config, params.clone())
 
 
 def _refuse_without_extraction(options: Any) -> None:
