@@ -79,13 +79,14 @@ def test_configuration_by_layer_ids(docs: Any, runner: Any) -> None:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    [block] = blocks(docs, "json")
-    connector = KVTransferConfig(**json.loads(runner.localized(block.text)))
-    arguments = EngineArgs(model=runner.model, kv_transfer_config=connector)
-    config = arguments.create_engine_config()
-    assert config.hidden_states_config is not None
-    assert config.hidden_states_config.layer_ids == (2, 4, 6)
-    assert config.speculative_config is None
+    assert len(blocks(docs, "json")) == 3  # one of them within a MultiConnector
+    for block in blocks(docs, "json"):
+        connector = KVTransferConfig(**json.loads(runner.localized(block.text)))
+        arguments = EngineArgs(model=runner.model, kv_transfer_config=connector)
+        config = arguments.create_engine_config()
+        assert config.hidden_states_config is not None
+        assert config.hidden_states_config.layer_ids == (2, 4, 6)
+        assert config.speculative_config is None
 
 
 def test_make_targets_of_the_pages_exist(docs: Any) -> None:

@@ -28,7 +28,6 @@ CHUNK = 32
 # vLLM's class imports torchvision, which is not a dependency of the CPU build.
 NEEDS_TORCHVISION = pytest.mark.own_process("torchvision")
 # Columns that `make soak` runs, to keep the time of `make test`.
-COMPILED = ("V1 compiled",)
 SLOW = ("V1 compiled", "V2 eager")
 
 # How the rows of vLLM's and of Transformers' implementation agree.
@@ -70,7 +69,7 @@ class Case:
 CASES = [
     Case("Llama", soak=SLOW),
     Case("Qwen2", soak=SLOW),
-    Case("Qwen3", soak=COMPILED),
+    Case("Qwen3", soak=SLOW),
     Case(
         "Gemma3",
         row="Gemma3 (`model_impl=transformers`)",
@@ -79,14 +78,14 @@ CASES = [
         soak=SLOW,
     ),
     Case("gpt-oss", soak=SLOW),
-    Case("Qwen3-MoE", soak=("V2 eager",)),
+    Case("Qwen3-MoE", soak=SLOW),
     Case(
         "DeepSeek-V2",
         "DeepSeek-V2 (MLA)",
         FIRST_POSITION,
         soak=SLOW,
     ),
-    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", FIRST_POSITION, soak=COMPILED),
+    Case("DeepSeek-V3", "DeepSeek-V3 (MLA)", FIRST_POSITION, soak=SLOW),
     # On a CPU the gated delta net "requires BF16".
     Case(
         "Qwen3-Next",

@@ -40,7 +40,11 @@ def in_place_norm():
     del operation.impls[NAME]
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "enforce_eager",
+    [True, pytest.param(False, marks=pytest.mark.soak)],
+    ids=["eager", "compiled"],
+)
 def test_the_embeddings_are_saved_from_the_first_norm(
     engines,
     tiny_model,

@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.sampling_params import StructuredOutputsParams
 
-# The wiring is the same compiled or not, and takes half a minute longer.
-pytestmark = pytest.mark.soak_in("V1 compiled")
+# The wiring is the same for all, and these columns take minutes.
+pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
 
 LAYER_IDS = [6, 0, 3]
 TEXT = "A river starts as rain on a hill."

@@ -25,7 +25,6 @@ def schedule(row: str, *marks: Any, **settings: Any) -> Any:
 
 # Every one of them in every column takes longer than `make test` should.
 BOTH = pytest.mark.soak_in("V1 compiled", "V2 eager")
-COMPILED = pytest.mark.soak_in("V1 compiled")
 
 SCHEDULES = [
     schedule("chunked prefill"),
@@ -38,7 +37,7 @@ SCHEDULES = [
     # 1,056 tokens of KV cache for requests of up to 1,023.
     schedule(
         "preemption and recompute",
-        COMPILED,
+        BOTH,
         num_gpu_blocks_override=34,
         block_size=32,
     ),
@@ -49,7 +48,8 @@ SCHEDULES = [
         # It imports numba, and with that in the process stock vLLM cannot start
         # another engine on a CPU (its scan for Triton kernels trips over it).
         pytest.mark.own_process("ngram"),
-        COMPILED,
+        # In every run it is beside a real model: test_speculation.py.
+        pytest.mark.soak_in("V1 eager", "V1 compiled"),
         pytest.mark.without(
             "V2 eager",
             "Triton's interpreter does not run vLLM's ngram kernel: "

@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
-# The wiring is the same compiled or not, and takes half a minute longer.
-pytestmark = pytest.mark.soak_in("V1 compiled")
+# The wiring is the same for all, and these columns take minutes.
+pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
 
 VOCAB_SIZE = 8
 # The draft's layers are 1, 3 and 5: one is extracted too, two are not.
@@ -39,7 +39,6 @@ METHODS = [
     method(
         "`eagle3` beside, asynchronous scheduling",
         "eagle3",
-        pytest.mark.soak_in("V2 eager"),
         asynchronous=True,
     ),
     method(
