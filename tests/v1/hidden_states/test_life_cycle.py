@@ -363,7 +363,7 @@ def test_nothing_of_a_finished_request_is_kept(run, engine, make_prompt):
     scheduler = run.core.engine_core.engine_core.scheduler.connector
     for side, names in (
         (worker, ["_writers", "_new_files", "wanted", "_opening"]),
-        (scheduler, ["_extractions", "_finished", "_unwanted"]),
+        (scheduler, ["_extractions", "_unannounced", "_finished", "_unwanted"]),
     ):
         for name in names:
             assert not getattr(side, name), name

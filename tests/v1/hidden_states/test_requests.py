@@ -172,8 +172,8 @@ def nested(depth):
 
 BAD_OPTIONS = [
     (nested(100), "nested too deeply; valid: at most 16 levels"),
-    ({"a": "\ud800"}, "is no Unicode text"),
-    ({"\ud800": 1}, "is no Unicode text"),
+    ({"a": "\ud800"}, "text that is no Unicode"),
+    ({"\ud800": 1}, "text that is no Unicode"),
     ({"hidden_states_layers": [7] * 10**6}, r"\[7, 7, 7.*\.\.\.\]: this engine does"),
     ("x", "kv_transfer_params 'x': not an object"),
     ({"extract_hidden_states": "yes"}, r"extract_hidden_states 'yes': .*true, false"),
@@ -184,6 +184,7 @@ BAD_OPTIONS = [
     ({"hidden_states_layers": [3, 3]}, r"\[3, 3\]: a layer is given twice"),
     ({"hidden_states_layers": [True]}, "True is not an integer"),
     ({"hidden_states_layers": ["3"]}, "'3' is not an integer"),
+    ({"hidden_states_layers": ["3" * 10**6]}, r"'3+\.\.\.3+' is not an integer"),
     ({"hidden_state_layers": [3]}, "did you mean 'hidden_states_layers'"),
     ({"extract_hidden_state": True}, "did you mean 'extract_hidden_states'"),
 ]

@@ -117,7 +117,7 @@ def refuse_what_cannot_travel(params: Any) -> None:
             elif isinstance(value, (list, tuple)):
                 inner += value
             elif isinstance(value, str) and not _is_unicode(value):
-                raise RequestError("", params, f"{value!r} is no Unicode text")
+                raise RequestError("", params, "it holds text that is no Unicode")
         if not inner:
             return
         level = inner
@@ -158,7 +158,9 @@ def _columns(layers: Any, layer_ids: tuple[int, ...]) -> tuple[int, ...] | None:
         raise RequestError(LAYERS, layers, f"not a non-empty list; {valid}")
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise RequestError(LAYERS, layers, f"{layer!r} is not an integer; {valid}")
+            raise RequestError(
+                LAYERS, layers, f"{_shortened.repr(layer)} is not an integer; {valid}"
+            )
         if layer not in layer_ids:
             raise RequestError(
                 LAYERS, layers, f"this engine does not extract layer {layer}; {valid}"

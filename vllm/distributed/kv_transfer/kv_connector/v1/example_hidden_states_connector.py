@@ -111,8 +111,6 @@ class _Extraction:
     prompt_token_ids: np.ndarray
     failure: str | None = None
     stop: IncrementalDetokenizer | None = None
-    is_announced: bool = False
-    """Whether the workers know of it."""
 
 
 def extract_from_kv_cache(
@@ -197,6 +195,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # Now, as it may take seconds; it is None with skip_tokenizer_init.
         self._tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
         self._extractions: dict[str, _Extraction] = {}
+        # Those that no worker knows of yet: most steps have none.
+        self._unannounced: set[str] = set()
         self._unwanted: set[str] = set()
         self._finished: dict[str, np.ndarray] = {}
 
@@ -220,6 +220,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             failure=failure,
             stop=self._make_stop(request) if asked is not None else None,
         )
+        if asked is not None:
+            self._unannounced.add(request_id)
 
     def _make_stop(self, request: "Request") -> IncrementalDetokenizer | None:
         """Finds the request's stop strings; None where it has none.
@@ -250,7 +252,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return False
         try:
             stop_string = extraction.stop.update([request.output_token_ids[-1]], False)
-        except Exception:
+        except Exception:  # as above; the front end still finds the string
             logger.exception("No stop strings for %s", request.request_id)
             extraction.stop = stop_string = None
         if stop_string is None:
@@ -276,20 +278,22 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._unwanted = set()
         self._finished = {}
-        for request_id in scheduler_output.num_scheduled_tokens:
-            extraction = self._extractions.get(request_id)
-            if extraction is None or extraction.is_announced or not extraction.asked:
-                continue
-            extraction.is_announced = True
-            metadata.new_files.append(
-                NewFile(
-                    request_id,
-                    extraction.path,
-                    extraction.prompt_token_ids,
-                    extraction.asked.columns,
-                    extraction.asked.include_output_tokens,
+        if self._unannounced:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                if request_id not in self._unannounced:
+                    continue
+                self._unannounced.remove(request_id)
+                extraction = self._extractions[request_id]
+                assert extraction.asked is not None
+                metadata.new_files.append(
+                    NewFile(
+                        request_id,
+                        extraction.path,
+                        extraction.prompt_token_ids,
+                        extraction.asked.columns,
+                        extraction.asked.include_output_tokens,
+                    )
                 )
-            )
         return metadata
 
     def take_failures(self, metadata: HiddenStatesWorkerMetadata) -> None:
@@ -306,7 +310,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if extraction is None:
             return False, None
         has_output = request.status in WITH_OUTPUT
-        if not extraction.is_announced:  # no worker knows of it
+        if extraction.asked is None or request_id in self._unannounced:
+            self._unannounced.discard(request_id)
             failure = extraction.failure if has_output else None
             return False, {"hidden_states_error": failure} if failure else None
         if not has_output:
@@ -316,7 +321,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             # The client has the cause, and no path by which to remove the note.
             self._unwanted.add(request_id)
             return False, {"hidden_states_error": extraction.failure}
-        if extraction.asked is not None and extraction.asked.include_output_tokens:
+        if extraction.asked.include_output_tokens:
             # The last token never was an input.
             self._finished[request_id] = np.concatenate(
                 [
