@@ -27,17 +27,7 @@ KEPT = "kept-00000000"
 REPLACED = "replaced-00000000"
 
 # They take long, and what they show is the same for all.
-COLUMNS = [
-    "V1 eager",
-    pytest.param("V1 compiled", marks=pytest.mark.soak),
-    pytest.param("V2 eager", marks=pytest.mark.soak),
-    pytest.param("V2 compiled", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(scope="module", params=COLUMNS)
-def column(request):
-    return request.param
+pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
 
 
 @pytest.fixture(scope="module")

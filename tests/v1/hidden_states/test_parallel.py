@@ -22,17 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 LAYER_IDS = [6, 0, 3, 5]
 
 # They take long to start, and the wiring of many workers is the same for all.
-COLUMNS = [
-    "V1 eager",
-    pytest.param("V1 compiled", marks=pytest.mark.soak),
-    pytest.param("V2 eager", marks=pytest.mark.soak),
-    pytest.param("V2 compiled", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(scope="module", params=COLUMNS)
-def column(request):
-    return request.param
+pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
-pytestmark = pytest.mark.starts_processes
+# What serves is the same for all engines: the users' kind of engine in every run.
+pytestmark = [
+    pytest.mark.starts_processes,
+    pytest.mark.soak_in("V1 eager", "V2 eager"),
+]
 
 LAYER_IDS = [6, 0, 3]
 TEXT = "A river starts as rain on a hill."
@@ -27,20 +31,6 @@ PARAMS = "kv_transfer_params"
 NESTED: dict[str, Any] = {}
 for _ in range(400):
     NESTED = {"a": NESTED}
-
-
-# What serves is the same for all engines: the users' kind of engine in every run.
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("V1 eager", marks=pytest.mark.soak),
-        pytest.param("V1 compiled"),
-        pytest.param("V2 eager", marks=pytest.mark.soak),
-        pytest.param("V2 compiled", marks=pytest.mark.gpu),
-    ],
-)
-def column(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")
