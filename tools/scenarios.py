@@ -55,8 +55,13 @@ Ways in which vLLM is run, and what is known of hidden states under each.
 
 This page is written by `python tools/scenarios.py` from the tests' own parameters; a
 test compares it with them.
-
 """
+
+# The tables, by whether their tests have the marker ``last_hidden_state``.
+TITLES = {
+    False: "Extracted hidden states",
+    True: "The last hidden state, beside other features",
+}
 
 
 class Collector:
@@ -98,6 +103,25 @@ def page_of(items: list[pytest.Item]) -> str:
     Raises:
         ValueError: naming the cells for which there is neither test nor reason.
     """
+    reasons: list[str] = []
+    page = HEAD
+    for is_last, title in TITLES.items():
+        chosen = [
+            item
+            for item in items
+            if (item.get_closest_marker("last_hidden_state") is not None) == is_last
+        ]
+        page += f"\n## {title}\n\n{table_of(chosen, reasons)}\n"
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return page + "\n" + "\n".join(notes) + "\n"
+
+
+def table_of(items: list[pytest.Item], reasons: list[str]) -> str:
+    """One table's lines; adds to ``reasons`` what its cells refer to.
+
+    Raises:
+        ValueError: see ``page_of``.
+    """
     cells: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     modules: dict[str, set[str]] = defaultdict(set)
     for item in items:
@@ -108,7 +132,6 @@ def page_of(items: list[pytest.Item]) -> str:
             for one in COLUMNS if column is None else (column,):
                 cells[row, one].append(item)
             modules[row].add(item.path.stem)
-    reasons: list[str] = []
     lines = [
         f"| scenario | {' | '.join(COLUMNS)} | tests |",
         f"| --- |{' --- |' * (len(COLUMNS) + 1)}",
@@ -125,8 +148,7 @@ def page_of(items: list[pytest.Item]) -> str:
         lines.append(f"| {row} | {' | '.join(words)} | {names} |")
     if empty:
         raise ValueError("neither test nor reason for: " + "; ".join(empty))
-    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return HEAD + "\n".join(lines) + "\n\n" + "\n".join(notes) + "\n"
+    return "\n".join(lines)
 
 
 def word_of(tests: list[pytest.Item], reasons: list[str]) -> str:

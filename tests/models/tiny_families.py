@@ -156,6 +156,19 @@ FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "GLM4-MoE": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        MOE
+        | {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 1,  # see add_mtp_layer
+        },
+    ),
     "Qwen3-Next": Family(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
@@ -203,6 +216,38 @@ def make_family(name: str, path: Path, seed: int = 0) -> str:
     if family.has_images:
         _name_as_published(path / "model.safetensors")
     return str(path)
+
+
+def add_mtp_layer(path: str, num_layers: int, seed: int = 0) -> None:
+    """Give a checkpoint of GLM4-MoE a layer that predicts the token after the next.
+
+    Transformers leaves it out. It is a copy of the last decoder layer, behind norms
+    and a random projection of its two inputs.
+
+    Args:
+        path: Of the checkpoint.
+        num_layers: The decoder layers that it has.
+        seed: Of the projection.
+    """
+    from safetensors.torch import load_file, save_file
+
+    file = Path(path) / "model.safetensors"
+    weights = load_file(file)
+    last, added = f"model.layers.{num_layers - 1}.", f"model.layers.{num_layers}."
+    for name, tensor in list(weights.items()):
+        if name.startswith(last):
+            weights[added + name.removeprefix(last)] = tensor.clone()
+    hidden_size = TEXT["hidden_size"]
+    generator = torch.Generator().manual_seed(seed)
+    projection = torch.randn(hidden_size, 2 * hidden_size, generator=generator)
+    weights[f"{added}eh_proj.weight"] = projection / hidden_size**0.5
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{added}{norm}.weight"] = torch.ones(hidden_size)
+    weights[f"{added}embed_tokens.weight"] = weights[
+        "model.embed_tokens.weight"
+    ].clone()
+    weights[f"{added}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def _name_as_published(path: Path) -> None:

@@ -28,6 +28,24 @@ def reference_of() -> Callable[[str], Callable[[list[int]], torch.Tensor]]:
     return lambda path: partial(rows_of, load_reference(path))
 
 
+@pytest.fixture(scope="session")
+def reference_last(reference: Any) -> Callable[[list[int]], torch.Tensor]:
+    """``[H]``, the tiny model's last hidden state; see ``last_of``."""
+    return partial(last_of, reference)
+
+
+@pytest.fixture(scope="session")
+def reference_last_of() -> Callable[[str], Callable[[list[int]], torch.Tensor]]:
+    """``last_of`` for another checkpoint, by its path."""
+    return lambda path: partial(last_of, load_reference(path))
+
+
+@torch.no_grad()
+def last_of(reference: Any, token_ids: list[int]) -> torch.Tensor:
+    """``[H]``: what the language-model head gets at the last position."""
+    return reference.model(torch.tensor([token_ids])).last_hidden_state[0, -1]
+
+
 def load_reference(path: str) -> Any:
     """A checkpoint in Transformers, float32."""
     from transformers import AutoModelForCausalLM

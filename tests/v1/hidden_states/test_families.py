@@ -20,6 +20,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     load_hidden_states,
 )
+from vllm.v1.hidden_states.client import last_hidden_state
 
 # Prompts of one token, of one chunk, and of three.
 LENGTHS = [1, 20, 70]
@@ -245,8 +246,24 @@ def engine(request, column, engines, families, prepare, tmp_path_factory):
             )
             for output in outputs
         ]
+        last_outputs = llm.generate(
+            family.prompts,
+            SamplingParams(
+                max_tokens=1,
+                temperature=0,
+                logprobs=0,
+                detokenize=False,
+                extra_args={"kv_transfer_params": {"return_last_hidden_state": True}},
+            ),
+            use_tqdm=False,
+        )
     return SimpleNamespace(
-        case=case, family=family, layer_ids=layer_ids, outputs=outputs, files=files
+        case=case,
+        family=family,
+        layer_ids=layer_ids,
+        outputs=outputs,
+        files=files,
+        last_outputs=last_outputs,
     )
 
 
@@ -280,6 +297,28 @@ def test_last_rows_give_the_models_own_logprobs(engine):
             assert logprobs[position, token].item() == pytest.approx(
                 entries[token].logprob, abs=tolerance
             )
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("extraction in the same request")
+def test_the_last_hidden_state_gives_the_first_tokens_logprob(engine):
+    """And is the norm of the last extracted row; both in one request."""
+    tolerance = 1e-4 if engine.case.is_exact else 0.05
+    reference = engine.family.reference
+    for output, rows in zip(engine.last_outputs, engine.family.rows, strict=True):
+        vector = torch.from_numpy(last_hidden_state(output))
+        logprobs = torch.log_softmax(reference.model.lm_head(vector).detach(), dim=-1)
+        ((token, own),) = output.outputs[0].logprobs[0].items()
+        assert logprobs[token].item() == pytest.approx(own.logprob, abs=tolerance)
+        path = output.kv_transfer_params["hidden_states_path"]
+        extracted = load_hidden_states(path, timeout=10)["hidden_states"]
+        normed = reference.norm(extracted[-1, 0].float()).detach()
+        torch.testing.assert_close(vector, normed, atol=tolerance, rtol=tolerance)
+        if engine.case.agreement == EXACT:
+            expected = reference.norm(rows[-1, -1]).detach()
+            torch.testing.assert_close(vector, expected, atol=1e-4, rtol=1e-4)
+            cosine = torch.cosine_similarity(vector, expected, dim=0)
+            assert cosine > 0.99999
 
 
 REFUSALS = {

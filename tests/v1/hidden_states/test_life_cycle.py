@@ -345,7 +345,7 @@ def test_a_second_engine_in_the_process_is_refused(
 
 def test_the_ring_is_all_the_memory_there_is(engine):
     worker = engine.llm_engine.model_executor.driver_worker.worker
-    ring = worker.model_runner.hidden_state_capture._ring
+    ring = worker.model_runner.hidden_state_capture.extraction._ring
     assert wait_for(lambda: ring.num_free == ring.num_slots == 2)
     shapes = {tuple(slot.host_rows.shape) for slot in ring._free}
     assert shapes == {(64, len(LAYER_IDS), 128)}

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.lora.request import LoRARequest
+from vllm.v1.hidden_states.client import last_hidden_state
 
 # Compiled, and by Triton's interpreter, it takes minutes.
 pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
@@ -136,3 +137,32 @@ def test_rows_are_those_of_the_adapted_model(engine, adapters, make_prompt):
             assert difference[0] > 0.1 and difference[2] > 0.1
             with_embeddings = "embeddings" in name or "embeddings" in other
             assert (difference[1] > 0.1) == with_embeddings
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("LoRA: the vector is the adapted model's")
+def test_the_last_hidden_state_is_the_adapted_models(engine, adapters, make_prompt):
+    prompt = [token % 500 for token in make_prompt(50)["prompt_token_ids"]]
+    names = ["", *ADAPTERS]
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt}] * len(names),
+        SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"return_last_hidden_state": True}},
+        ),
+        lora_request=[
+            LoRARequest(name, 1 + list(ADAPTERS).index(name), adapters[name].path)
+            if name
+            else None
+            for name in names
+        ],
+        use_tqdm=False,
+    )
+    vectors = [torch.from_numpy(last_hidden_state(output)) for output in outputs]
+    for name, vector in zip(names, vectors, strict=True):
+        reference = adapters[name].reference
+        expected = reference.norm(reference.rows(prompt)[-1, -1]).detach()
+        torch.testing.assert_close(vector, expected, atol=1e-4, rtol=1e-4)
+    assert (vectors[0] - vectors[1]).abs().max() > 0.1

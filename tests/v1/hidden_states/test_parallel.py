@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     cleanup_hidden_states,
     load_hidden_states,
 )
+from vllm.v1.hidden_states.client import last_hidden_state
 
 # Of every stage of two: the embeddings, the boundary, the last.
 LAYER_IDS = [6, 0, 3, 5]
@@ -99,7 +100,7 @@ def worker_states(llm) -> list[dict[str, Any]]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector: Any = get_kv_transfer_group()
-        ring = worker.model_runner.hidden_state_capture._ring
+        ring = worker.model_runner.hidden_state_capture.extraction._ring
         kept = (connector._writers, connector.wanted, connector._new_files)
         return {
             "is_writer": connector.is_writer,
@@ -191,6 +192,30 @@ def test_one_rank_writes_and_has_the_memory_for_it(engine):
     is_writer = [rank == engine.writer for rank in range(engine.num_ranks)]
     assert [state["is_writer"] for state in states] == is_writer
     assert [state["slots"] is not None for state in states] == is_writer
+
+
+@pytest.mark.last_hidden_state
+def test_last_hidden_states(run, make_prompt, reference_rows, reference_last):
+    """From the last stage's first rank, with files and without, beside others."""
+    prompts = [make_prompt(length) for length in (1, 64, 65, 150)]
+    for prompt in prompts:
+        for extract in (True, False):
+            options = {
+                "return_last_hidden_state": True,
+                "extract_hidden_states": extract,
+            }
+            run.add(prompt, extra_args={"kv_transfer_params": options})
+        run.add(prompt, max_tokens=3)
+    outputs = sorted(run.drain(), key=lambda output: int(output.request_id[8:10]))
+    assert len(outputs) == 3 * len(prompts)
+    for number, output in enumerate(outputs):
+        prompt = prompts[number // 3]
+        if number % 3 != 1:
+            check(output, prompt, reference_rows)
+        if number % 3 != 2:
+            vector = torch.from_numpy(last_hidden_state(output))
+            expected = reference_last(prompt["prompt_token_ids"])
+            torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
@@ -299,6 +324,23 @@ def test_data_parallel_ranks_with_and_without_work(
     for path in paths:
         cleanup_hidden_states(path)
     assert not list(data_parallel.storage.iterdir())
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("data parallel, 2 ranks")
+def test_last_hidden_states_of_data_parallel_ranks(
+    data_parallel, make_prompt, reference_last
+):
+    options = {"return_last_hidden_state": True, "extract_hidden_states": False}
+    for rank in (0, 1):
+        prompt = make_prompt(70 + rank)["prompt_token_ids"]
+        response = data_parallel.server.complete(
+            prompt,
+            kv_transfer_params=options,
+            headers={"X-data-parallel-rank": str(rank)},
+        )
+        vector = torch.from_numpy(last_hidden_state(response))
+        torch.testing.assert_close(vector, reference_last(prompt), atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------

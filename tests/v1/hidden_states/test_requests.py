@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.hidden_states.client import last_hidden_state
 
 # The wiring is the same for all, and these columns take minutes.
 pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
@@ -303,3 +304,151 @@ def test_structured_output(generate, reference_rows):
     )
     assert output.outputs[0].text in ("river", "hill")
     check(output, LAYER_IDS, reference_rows, with_output=True)
+
+
+# ---------------------------------------------------------------------------
+# The last hidden state.
+
+LAST = {"return_last_hidden_state": True}
+
+
+def check_last(output, expected, **metadata) -> None:
+    told = output.kv_transfer_params["last_hidden_state_metadata"]
+    assert told == {
+        "position": len(output.prompt_token_ids) - 1,
+        "layer": 6,
+        "representation": "post_norm",
+        "normalized": False,
+        "dtype": "float32",
+        "encoding_format": "float",
+        "hidden_size": 128,
+        **metadata,
+    }
+    vector = torch.from_numpy(last_hidden_state(output))
+    torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)
+    assert torch.cosine_similarity(vector, expected, dim=0) > 0.99999
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("`encoding_format` and `normalize`")
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_last_hidden_state(
+    generate, make_prompt, reference_last, encoding_format, normalize
+):
+    options = {"encoding_format": encoding_format, "normalize": normalize}
+    for length in (1, 64, 65, 300):
+        prompt = make_prompt(length)
+        expected = reference_last(prompt["prompt_token_ids"])
+        if normalize:
+            expected = expected / expected.norm()
+        output = generate(prompt, LAST | options, max_tokens=1)
+        metadata = {"encoding_format": encoding_format, "normalized": normalize}
+        check_last(output, expected, **metadata)
+        assert list(output.kv_transfer_params) == [
+            "last_hidden_state",
+            "last_hidden_state_metadata",
+        ]
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("`extract_by_default: false`, and both in one request")
+def test_the_last_hidden_state_beside_a_file(generate, make_prompt, reference_last):
+    prompt = make_prompt(70)
+    output = generate(prompt, LAST | {"extract_hidden_states": True}, max_tokens=1)
+    check_last(output, reference_last(prompt["prompt_token_ids"]))
+    path = output.kv_transfer_params["hidden_states_path"]
+    rows = load_hidden_states(path, timeout=10)["hidden_states"]
+    assert rows.shape == (70, 3, 128)
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("a prompt of embeddings")
+def test_the_last_hidden_state_of_embeddings(
+    generate, make_prompt, reference, reference_last
+):
+    token_ids = make_prompt(70)["prompt_token_ids"]
+    embeds = reference.model.embed_tokens(torch.tensor(token_ids)).detach()
+    output = generate({"prompt_embeds": embeds}, LAST, max_tokens=1)
+    vector = torch.from_numpy(last_hidden_state(output))
+    expected = reference_last(token_ids)
+    torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("`logprobs` and `prompt_logprobs`")
+def test_the_last_hidden_state_gives_the_logprobs(
+    generate, make_prompt, reference, reference_last
+):
+    """Without a second implementation: by the model's own head."""
+    prompt = make_prompt(70)
+    output = generate(prompt, LAST, max_tokens=1, logprobs=5, prompt_logprobs=1)
+    assert len(output.prompt_logprobs) == 70
+    check_last(output, reference_last(prompt["prompt_token_ids"]))
+    vector = torch.from_numpy(last_hidden_state(output))
+    logprobs = torch.log_softmax(reference.lm_head(vector).detach(), dim=-1)
+    for token, entry in output.outputs[0].logprobs[0].items():
+        assert logprobs[token].item() == pytest.approx(entry.logprob, abs=1e-4)
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("structured output")
+@pytest.mark.without(
+    "V2 eager",
+    "Triton's interpreter does not run vLLM's kernel for grammars: "
+    "InterpreterError: ValueError('mask has unsupported dtype')",
+)
+def test_the_last_hidden_state_with_structured_output(generate, reference_last):
+    choice = StructuredOutputsParams(choice=["river", "hill"])
+    output = generate(TEXT, LAST, max_tokens=1, structured_outputs=choice)
+    check_last(output, reference_last(list(output.prompt_token_ids)))
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("a flag that is falsy: an ordinary request")
+@pytest.mark.parametrize("flag", [False, None, 0, "", []])
+def test_a_falsy_flag(generate, make_prompt, flag):
+    params = {"return_last_hidden_state": flag, "encoding_format": "of another's"}
+    output = generate(make_prompt(5), params, max_tokens=3)
+    assert output.kv_transfer_params is None
+    assert len(output.outputs[0].token_ids) == 3
+
+
+BAD_LAST = [
+    ({"return_last_hidden_state": 1}, {}, "return_last_hidden_state 1: not a boolean"),
+    ({"return_last_hidden_state": "true"}, {}, "'true': not a boolean"),
+    ({"return_last_hidden_states": True}, {}, "mean 'return_last_hidden_state'"),
+    (LAST | {"encoding_format": "hex"}, {}, "encoding_format 'hex': valid: 'float'"),
+    (LAST | {"encoding": "base64"}, {}, "mean 'encoding_format'"),
+    (LAST | {"normalize": 1}, {}, "normalize 1: not a boolean; valid: true, false"),
+    (LAST | {"normalise": True}, {}, "mean 'normalize'"),
+    (LAST, {"max_tokens": 2}, "max_tokens 2: .* valid: 1"),
+    (LAST, {"n": 2, "temperature": 1.0}, "n 2: .* valid: 1"),
+]
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("options and fields that are not valid")
+@pytest.mark.refused
+@pytest.mark.parametrize(("params", "sampling", "error"), BAD_LAST)
+def test_a_last_hidden_state_that_is_refused(
+    engine, generate, make_prompt, params, sampling, error
+):
+    with pytest.raises(ValueError, match=error):
+        generate(make_prompt(5), params, **({"max_tokens": 1} | sampling))
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
+def test_no_connector_sees_the_options(engine, generate, make_prompt, monkeypatch):
+    """A connector that knows other parameters may refuse what it does not know."""
+    seen = []
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    add = scheduler.add_request
+    monkeypatch.setattr(
+        scheduler,
+        "add_request",
+        lambda request: (seen.append(request.kv_transfer_params), add(request)),
+    )
+    generate(make_prompt(5), LAST | {"normalize": True}, max_tokens=1)
+    generate(make_prompt(5), LAST | {"remote": {"host": "x"}}, max_tokens=1)
+    assert seen == [None, {"remote": {"host": "x"}}]

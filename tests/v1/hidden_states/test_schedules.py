@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     load_hidden_states,
 )
+from vllm.v1.hidden_states.client import last_hidden_state
 
 LAYER_IDS = [5, 0, 3]
 
@@ -220,6 +221,51 @@ def test_others_keep_their_hits(engine, constant_layers, make_prompt):
         else:
             assert output.kv_transfer_params is None
     assert len(set(engine.storage.iterdir()) - files) == 2
+
+
+@pytest.mark.last_hidden_state
+@pytest.mark.scenario("prefix caching, with hits")
+def test_last_hidden_states(engine, constant_layers, make_prompt):
+    """Of some prompts in a mixed batch; again, when the prefix cache has them."""
+    count = 8 if is_slow(engine) else 24
+    prompts = [make_prompt(1 + (71 * i) % 260, seed=i + 7) for i in range(count)]
+    block_size = engine.llm.llm_engine.vllm_config.cache_config.block_size
+    vector = {"return_last_hidden_state": True, "encoding_format": "base64"}
+    asked = [
+        (vector | {"extract_hidden_states": i % 3 == 0}) if i % 2 else {}
+        for i in range(count)
+    ]
+    sampling = [
+        SamplingParams(
+            max_tokens=1 if params else 24,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params},
+        )
+        for params in asked
+    ]
+    for is_again in (False, True):
+        outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
+        for prompt, params, output in zip(prompts, asked, outputs, strict=True):
+            check_output(constant_layers, prompt, output)
+            if not params or params["extract_hidden_states"]:
+                check(constant_layers, prompt, output)
+            elif is_again and "num_gpu_blocks_override" not in engine.settings:
+                is_hit = output.num_cached_tokens > 0
+                assert is_hit == (len(output.prompt_token_ids) > block_size)
+            if params:
+                token_ids = torch.tensor(prompt["prompt_token_ids"][-1:])
+                position = torch.tensor([len(prompt["prompt_token_ids"]) - 1])
+                known = constant_layers.known_rows(
+                    constant_layers.NUM_LAYERS, position, token_ids
+                )
+                found = torch.from_numpy(last_hidden_state(output))
+                assert torch.equal(found, known[0])
+                told = output.kv_transfer_params["last_hidden_state_metadata"]
+                assert told["position"] == position.item()
+                assert told["layer"] == constant_layers.NUM_LAYERS
+            else:
+                assert "last_hidden_state" not in output.kv_transfer_params
 
 
 def test_nothing_else_is_left_in_the_storage_path(engine):

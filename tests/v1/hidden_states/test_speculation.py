@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     load_hidden_states,
 )
+from vllm.v1.hidden_states.client import last_hidden_state
 
 # The wiring is the same for all, and these columns take minutes.
 pytestmark = pytest.mark.soak_in("V1 compiled", "V2 eager")
@@ -86,6 +87,36 @@ def generate(llm, make_prompt, **kv_transfer_params):
     return llm.generate(prompts, sampling, use_tqdm=False)
 
 
+def generate_last(llm, make_prompt):
+    """Requests for a vector, each between two ordinary ones that are drafted for."""
+    prompts = [
+        {
+            "prompt_token_ids": [
+                token % VOCAB_SIZE for token in make_prompt(length)["prompt_token_ids"]
+            ]
+        }
+        for length in LENGTHS
+        for _ in range(2)
+    ]
+    sampling = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=1 if asks else 24,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={
+                "kv_transfer_params": {
+                    "return_last_hidden_state": asks,
+                    "extract_hidden_states": False,
+                }
+            },
+        )
+        for _ in LENGTHS
+        for asks in (True, False)
+    ]
+    return llm.generate(prompts, sampling, use_tqdm=False)
+
+
 def count_drafts(llm) -> list[tuple[int, int]]:
     """Notes, for each draft that is checked from now on: drafted, accepted."""
     drafts: list[tuple[int, int]] = []
@@ -102,7 +133,15 @@ def count_drafts(llm) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="module", params=METHODS)
 def runs(
-    request, column, engines, target, draft, make_prompt, reference_of, tmp_path_factory
+    request,
+    column,
+    engines,
+    target,
+    draft,
+    make_prompt,
+    reference_of,
+    reference_last_of,
+    tmp_path_factory,
 ):
     """The same prompts with the method alone, and with extraction beside it."""
     name, asynchronous = request.param
@@ -126,6 +165,7 @@ def runs(
             drafts = count_drafts(llm)
             prompt_only = generate(llm, make_prompt)
             with_output = generate(llm, make_prompt, include_output_tokens=True)
+            last = generate_last(llm, make_prompt)
         plain = None
         if "ngram" not in name:  # a second engine cannot start beside numba
             with engines.running_engine(target, **settings) as llm:
@@ -133,7 +173,9 @@ def runs(
     return SimpleNamespace(
         prompt_only=prompt_only,
         with_output=with_output,
+        last=last,
         plain=plain,
+        reference_last=reference_last_of(target),
         drafts=drafts,
         rows=reference_of(target),
     )
@@ -167,3 +209,16 @@ def test_output_is_that_of_the_method_alone(runs):
     expected = runs.plain or runs.prompt_only
     for output, other in zip(runs.with_output, expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+@pytest.mark.last_hidden_state
+def test_last_hidden_states_are_the_targets_own(runs):
+    """Of the step that computed the prompt's last token, before anything is drafted."""
+    for number, output in enumerate(runs.last):
+        if number % 2:
+            expected = runs.prompt_only[number // 2].outputs[0].token_ids
+            assert output.outputs[0].token_ids == expected
+            continue
+        vector = torch.from_numpy(last_hidden_state(output))
+        expected = runs.reference_last(list(output.prompt_token_ids))
+        torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)

@@ -6,7 +6,13 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.hidden_states.last_request import (
+    FLAG,
+    field_error,
+    parse_last_request,
+    refuse_several_tokens,
+)
 from vllm.v1.hidden_states.request import (
     ALL,
     EXTRACT,
@@ -60,6 +66,8 @@ def _checked_extra_args(
     config = vllm_config.hidden_states_config
     try:
         refuse_what_cannot_travel(options)
+        if parse_last_request(options) is not None:
+            _check_last(vllm_config, params)
         if config is None:
             _refuse_without_extraction(options)
             return extra_args or None
@@ -72,10 +80,31 @@ def _checked_extra_args(
                 raise RequestError(OUTPUT, True, sentence)
             extra_args[MARK] = FURTHER_CHOICES
     except RequestError as error:
-        raise InvalidRequestError(
-            str(error), parameter=error.option, value=error.value
-        ) from None
+        raise _as_invalid(error) from None
     return extra_args or None
+
+
+def _as_invalid(error: RequestError) -> InvalidRequestError:
+    return InvalidRequestError(str(error), parameter=error.option, value=error.value)
+
+
+def _check_last(vllm_config: VllmConfig, params: SamplingParams) -> None:
+    """Refuse a request that could not have its last hidden state.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    refuse_several_tokens(params)
+    if params.output_kind is RequestOutputKind.DELTA:
+        raise field_error("stream", True, "false")
+    num_ranks = vllm_config.parallel_config.prefill_context_parallel_size
+    if num_ranks > 1:
+        raise RequestError(
+            FLAG,
+            True,
+            f"not with prefill_context_parallel_size {num_ranks}, whose ranks have "
+            "some tokens of a prompt only; valid: 1",
+        )
 
 
 def as_part(params: SamplingParams) -> SamplingParams:
@@ -85,23 +114,55 @@ def as_part(params: SamplingParams) -> SamplingParams:
     return params
 
 
-def check_beam_search(request: Any) -> None:
-    """Refuse options of a beam search, whose steps no path could be handed out for.
+def check_fields(request: Any) -> None:
+    """Refuse fields of an OpenAI request that its hidden states do not go with.
+
+    What only the request's own fields say; see ``check_served_request`` for others.
 
     Args:
-        request: Of a completion or chat completion.
+        request: Of any kind; of completions, chats and responses there is more to say.
 
     Raises:
-        InvalidRequestError: naming the option.
+        InvalidRequestError: naming the field.
     """
-    params = request.kv_transfer_params or {}
-    for option in OPTIONS:
-        if params.get(option):
-            raise InvalidRequestError(
-                f"{PARAMS_KEY}.{option}: a beam search hands out no hidden states; "
+    options = getattr(request, PARAMS_KEY, None)
+    if not isinstance(options, Mapping):
+        return
+    try:
+        if getattr(request, "use_beam_search", False):
+            _refuse_beam_search(options)
+        if parse_last_request(options) is not None:
+            _refuse_fields(request)
+    except RequestError as error:
+        raise _as_invalid(error) from None
+
+
+def _refuse_beam_search(options: Mapping[str, Any]) -> None:
+    """No path could be handed out for its steps; and no vector is of all beams."""
+    for option in (*OPTIONS, FLAG):
+        if options.get(option):
+            raise RequestError(
+                option,
+                options[option],
+                "a beam search hands out no hidden states; "
                 "valid: without use_beam_search",
-                parameter=f"{PARAMS_KEY}.{option}",
             )
+
+
+def _refuse_fields(request: Any) -> None:
+    """Fields of a request that wants its last hidden state."""
+    for field in ("stream", "echo"):
+        if getattr(request, field, False):
+            raise field_error(field, getattr(request, field), "false")
+    if getattr(request, "n", None) not in (None, 1):
+        raise field_error("n", request.n, "1, or none")
+    limits = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    present = [field for field in limits if hasattr(request, field)]
+    given = [field for field in present if getattr(request, field) is not None]
+    if given and getattr(request, given[0]) != 1:
+        raise field_error(given[0], getattr(request, given[0]), "1")
+    if present and not given:
+        raise field_error(present[0], None, "1")
 
 
 def _refuse_without_extraction(options: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a worker's capture from the engine's configuration.
+"""Builds a worker's captures from the engine's configuration.
 
 The one module of this package that needs vLLM, and only when it is called.
 """
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.v1.hidden_states.capture import HiddenStateCapture, RowReceiver
+from vllm.v1.hidden_states.last import LastHiddenStateCapture
+from vllm.v1.hidden_states.last_request import wants_last
+from vllm.v1.hidden_states.runner import RunnerCapture
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,14 +32,41 @@ UNSOUND = {
 }
 
 
-def create_capture(
-    vllm_config: "VllmConfig", device: torch.device
-) -> HiddenStateCapture | None:
-    """The capture of this worker's model runner; None where nothing is extracted.
+def create_capture(vllm_config: "VllmConfig", device: torch.device) -> RunnerCapture:
+    """The captures of this worker's model runner.
 
     Raises:
-        ValueError: if the model's family cannot expose its layers, or no rank would
-            see all rows.
+        ValueError: if layers are to be extracted, and the model's family cannot
+            expose them, or no rank would see all rows.
+    """
+    return RunnerCapture(
+        create_extraction(vllm_config, device), create_last(vllm_config, device)
+    )
+
+
+def create_last(
+    vllm_config: "VllmConfig", device: torch.device
+) -> LastHiddenStateCapture | None:
+    """What takes last hidden states in this worker; None where none are asked for."""
+    model_config = vllm_config.model_config
+    if model_config.runner_type != "generate" or not is_writer():
+        return None
+    return LastHiddenStateCapture(
+        is_wanted=wants_last,
+        hidden_size=model_config.get_hidden_size(),
+        layer=model_config.get_total_num_hidden_layers(),
+        max_requests=vllm_config.scheduler_config.max_num_seqs,
+        device=device,
+    )
+
+
+def create_extraction(
+    vllm_config: "VllmConfig", device: torch.device
+) -> HiddenStateCapture | None:
+    """The capture of this worker's layers; None where nothing is extracted.
+
+    Raises:
+        ValueError: see ``create_capture``.
     """
     config = vllm_config.hidden_states_config
     if config is None:

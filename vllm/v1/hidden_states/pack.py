@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers the wanted rows of several layers into one slot."""
+"""Gathers wanted rows: of several layers side by side, or single ones."""
 
 from collections.abc import Sequence
 
@@ -30,6 +30,21 @@ def pack_rows(
             target[:, column].copy_(layer[row : row + num_rows])
         num_packed += num_rows
     return num_packed
+
+
+def gather_rows(
+    hidden_states: torch.Tensor, rows: Sequence[int], out: torch.Tensor
+) -> None:
+    """Copy single rows to ``out``, cast to its dtype; never waits for the device.
+
+    Args:
+        hidden_states: ``[N, H]``.
+        rows: Which of them, in the order in which they are to lie in ``out``.
+        out: ``[len(rows), H]``.
+    """
+    index = torch.tensor(rows, pin_memory=hidden_states.device.type != "cpu")
+    index = index.to(hidden_states.device, non_blocking=True)
+    out.copy_(hidden_states.index_select(0, index))
 
 
 def _runs(spans: Sequence[Span]) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ queued (HTTP 400), and by the engine, which another front end may reach unchecke
 
 import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,10 @@ class RequestError(ValueError):
         value: What was given, shortened to be shown.
     """
 
-    def __init__(self, option: str, value: Any, sentence: str):
-        self.option = f"{PARAMS_KEY}.{option}" if option else PARAMS_KEY
+    def __init__(
+        self, option: str, value: Any, sentence: str, within: str = PARAMS_KEY
+    ):
+        self.option = ".".join(filter(None, (within, option)))
         self.value = _shortened.repr(value)
         super().__init__(f"{self.option} {self.value}: {sentence}")
 
@@ -78,12 +80,7 @@ def parse_request(
         params = {}
     if not isinstance(params, Mapping):
         raise RequestError("", params, "not an object; valid: options by name")
-    if len(params) <= MAX_KEYS:
-        for key in params:
-            if key not in OPTIONS and (near := _near(key)):
-                raise RequestError(
-                    str(key), params[key], f"no such option; did you mean {near!r}?"
-                )
+    refuse_misspelled(params, OPTIONS)
     extract = _flag(params, EXTRACT, config.extract_by_default)
     include_output_tokens = _flag(params, OUTPUT, False)
     columns = _columns(params.get(LAYERS), config.layer_ids)
@@ -134,11 +131,21 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _near(key: Any) -> str | None:
-    if len(str(key)) > MAX_KEY_LENGTH:
-        return None
-    near = difflib.get_close_matches(str(key), OPTIONS, n=1, cutoff=0.85)
-    return near[0] if near else None
+def refuse_misspelled(params: Mapping[str, Any], options: Sequence[str]) -> None:
+    """Refuse keys that look like one of the options, and would be passed over.
+
+    Raises:
+        RequestError: naming the key and the option.
+    """
+    if len(params) > MAX_KEYS:
+        return
+    for key in params:
+        if key in options or len(str(key)) > MAX_KEY_LENGTH:
+            continue
+        if near := difflib.get_close_matches(str(key), options, n=1, cutoff=0.85):
+            raise RequestError(
+                str(key), params[key], f"no such option; did you mean {near[0]!r}?"
+            )
 
 
 def _flag(params: Mapping[str, Any], name: str, default: bool) -> bool:
