@@ -17,7 +17,7 @@ DIST := build/dist
 SOURCES := vllm patches series requirements/stock-cpu.txt requirements/stock-cuda.txt \
     setup.py pyproject.toml MANIFEST.in README.md LICENSE
 # What is linted; build/ may hold a tree of vLLM's own files.
-PYTHON_SOURCES := examples series tests tools vllm setup.py
+PYTHON_SOURCES := benchmarks examples series tests tools vllm setup.py
 
 # The environment's packages are the wheel's own, and nothing of the caller's.
 export PYTHONPATH :=

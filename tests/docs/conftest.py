@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LAST_PAGE = "docs/features/last_hidden_state.md"
 FEATURE_PAGE = "docs/features/speculative_decoding/extract_hidden_states.md"
 
 MODEL = "Qwen/Qwen3-0.6B"

@@ -30,7 +30,7 @@ def test_every_block_is_of_a_kind_that_is_checked(docs: Any) -> None:
             assert block.language in KINDS, block
     # The tests below run these, one by one.
     assert len(blocks(docs, "bash")) == 1
-    assert len(blocks(docs, "python")) == 4
+    assert len(blocks(docs, "python")) == 7
 
 
 def test_first_example(docs: Any, runner: Any) -> None:
@@ -53,6 +53,25 @@ def test_online_program_of_the_feature(docs: Any, server: Any) -> None:
     block = next(b for b in docs.read_blocks(docs.FEATURE_PAGE) if "OpenAI" in b.text)
     assert "torch.Size([9, 4, 128])" in server.run_python(block)
     assert not list(server.files.glob("cmpl-*")), "the program has cleaned up"
+
+
+def test_client_programs_of_the_last_hidden_state(docs: Any, server: Any) -> None:
+    """One with vLLM's function, one without; here from a server that extracts too."""
+    with_vllm, without = (
+        block for block in docs.read_blocks(docs.LAST_PAGE) if "OpenAI" in block.text
+    )
+    output = server.run_python(with_vllm)
+    assert output.startswith("(128,)\n{'position': ")
+    assert "'representation': 'post_norm'" in output
+    assert re.search(r"^\[\[(1\.|0\.99)", output, re.M)
+    assert server.run_python(without) == "(128,)\n"
+
+
+def test_offline_program_of_the_last_hidden_state(docs: Any, runner: Any) -> None:
+    (block,) = (b for b in docs.read_blocks(docs.LAST_PAGE) if "LLM(" in b.text)
+    # In one process, which saves a start.
+    output = runner.run_python(block, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert "\n(128,)\n" in output
 
 
 def test_logits_of_the_last_layer(docs: Any, runner: Any) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "examples/features/speculative_decoding"
+OFFLINE = "examples/offline_inference"
 
 
-def example(docs: Any, name: str) -> list[str]:
-    return [sys.executable, str(docs.ROOT / FOLDER / name)]
+def example(docs: Any, name: str, folder: str = FOLDER) -> list[str]:
+    return [sys.executable, str(docs.ROOT / folder / name)]
 
 
 def test_offline_example(docs: Any, runner: Any, tmp_path: Path) -> None:
@@ -41,3 +42,33 @@ def test_example_of_requests(docs: Any, runner: Any) -> None:
     assert "[9, 3, 128]: rows" in output
     assert "[9, 2, 128]: rows" in output
     assert "[16, 3, 128]: rows" in output
+
+
+def test_client_of_the_last_hidden_state(docs: Any, server: Any) -> None:
+    command = example(docs, "last_hidden_state_client.py", "examples/online_serving")
+    url = f"http://localhost:{server.port}/v1"
+    output = server.run([*command, "--base-url", url], "the client")
+    assert output.count("(128,) of position") == 2
+    assert "cosines of 3 texts:\n[[1." in output
+
+
+def test_last_hidden_states_offline(docs: Any, runner: Any) -> None:
+    command = example(docs, "last_hidden_state.py", OFFLINE)
+    # In one process, which saves a start.
+    output = runner.run(command, "the example", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert "a chat: (128,)\n" in output
+    assert "an ordinary request: " in output
+
+
+def test_retrieval(docs: Any, runner: Any, tmp_path: Path) -> None:
+    """A model with random weights finds nothing; that it comes to its end is shown,
+    and that the picture is one."""
+    command = example(docs, "last_hidden_state_retrieval.py", OFFLINE)
+    plot = tmp_path / "similarity.png"
+    output = runner.run(
+        [*command, "--plot", str(plot)],
+        "the retrieval",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    assert output.count("\n  +0.") + output.count("\n  -0.") == 9
+    assert plot.read_bytes().startswith(b"\x89PNG")

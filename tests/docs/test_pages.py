@@ -102,6 +102,18 @@ def test_scenarios_are_those_of_the_tests(docs: Any, collected: Any) -> None:
     assert page == collected["page"], "run python tools/scenarios.py"
 
 
+def test_what_is_beside_the_last_hidden_state_is_tested(
+    docs: Any, collected: Any
+) -> None:
+    """Each row of the page is one of the table that the tests write."""
+    tested = collected["page"].partition("## The last hidden state")[2]
+    table = docs.read_table(docs.LAST_PAGE, "last hidden state")
+    assert len(table) > 20
+    for feature, works, _ in table:
+        assert works == "yes"
+        assert f"\n| {feature} | " in tested, feature
+
+
 @pytest.mark.parametrize(("table", "rows"), [("wrong data", 13), ("crashes", 11)])
 def test_faults_have_their_tests(
     docs: Any, collected: Any, table: str, rows: int

@@ -326,6 +326,16 @@ def make_image(seed: int = 0) -> Any:
     return Image.fromarray(colours).resize((64, 48), Image.Resampling.NEAREST)
 
 
+def as_url(image: Any) -> str:
+    """A picture as it stands in a chat request."""
+    import base64
+    import io
+
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
 def load_reference(name: str, path: str) -> "Reference":
     """A family's checkpoint in Transformers, float32."""
     import transformers

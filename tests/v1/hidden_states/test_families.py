@@ -31,6 +31,12 @@ NEEDS_TORCHVISION = pytest.mark.own_process("torchvision")
 # Columns that `make soak` runs, to keep the time of `make test`.
 SLOW = ("V1 compiled", "V2 eager")
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %} <image> {% endif %}"
+    "{% endfor %}{% endfor %} word3"
+)
+
 # How the rows of vLLM's and of Transformers' implementation agree.
 EXACT = "all rows, to 1e-4"
 # In bfloat16, where an expert chosen otherwise makes another row.
@@ -246,17 +252,27 @@ def engine(request, column, engines, families, prepare, tmp_path_factory):
             )
             for output in outputs
         ]
-        last_outputs = llm.generate(
-            family.prompts,
-            SamplingParams(
-                max_tokens=1,
-                temperature=0,
-                logprobs=0,
-                detokenize=False,
-                extra_args={"kv_transfer_params": {"return_last_hidden_state": True}},
-            ),
-            use_tqdm=False,
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            logprobs=0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"return_last_hidden_state": True}},
         )
+        last_outputs = llm.generate(family.prompts, sampling, use_tqdm=False)
+        chat_outputs = []
+        if families.FAMILIES[case.name].has_images:
+            for image, text in ((True, "word7 word8"), (False, "word7 word8 word9")):
+                content = [{"type": "text", "text": text}]
+                if image:
+                    url = {"url": families.as_url(families.make_image())}
+                    content.insert(0, {"type": "image_url", "image_url": url})
+                chat_outputs += llm.chat(
+                    [{"role": "user", "content": content}],
+                    sampling,
+                    chat_template=CHAT_TEMPLATE,
+                    use_tqdm=False,
+                )
     return SimpleNamespace(
         case=case,
         family=family,
@@ -264,6 +280,8 @@ def engine(request, column, engines, families, prepare, tmp_path_factory):
         outputs=outputs,
         files=files,
         last_outputs=last_outputs,
+        chat_outputs=chat_outputs,
+        image=families.make_image(),
     )
 
 
@@ -319,6 +337,19 @@ def test_the_last_hidden_state_gives_the_first_tokens_logprob(engine):
             torch.testing.assert_close(vector, expected, atol=1e-4, rtol=1e-4)
             cosine = torch.cosine_similarity(vector, expected, dim=0)
             assert cosine > 0.99999
+
+
+@pytest.mark.last_hidden_state
+def test_the_last_hidden_state_of_a_chat(engine):
+    """Of the rendered prompt, its image's tokens and the template's among them."""
+    if not engine.chat_outputs:
+        pytest.skip("a family without images: chats are in test_last_served.py")
+    for output, image in zip(engine.chat_outputs, (engine.image, None), strict=True):
+        token_ids = list(output.prompt_token_ids)
+        reference = engine.family.reference
+        expected = reference.norm(reference.rows(token_ids, image)[-1, -1]).detach()
+        vector = torch.from_numpy(last_hidden_state(output))
+        torch.testing.assert_close(vector, expected, atol=1e-4, rtol=1e-4)
 
 
 REFUSALS = {
