@@ -10,6 +10,7 @@ are not all the same, so that a norm that is left out or doubled shows.
     reference = load_reference("Llama", path)
 """
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -115,6 +116,8 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "Llama": Family("LlamaConfig", "LlamaForCausalLM"),
     "Qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", {"head_dim": None}),
+    # Published with code of its own, which is Qwen2's but for what it drafts with.
+    "MiMo": Family("Qwen2Config", "Qwen2ForCausalLM", {"head_dim": None}),
     "Qwen3": Family("Qwen3Config", "Qwen3ForCausalLM"),
     "Gemma3": Family(
         "Gemma3TextConfig",
@@ -215,6 +218,11 @@ def make_family(name: str, path: Path, seed: int = 0) -> str:
     model.save_pretrained(path)
     if family.has_images:
         _name_as_published(path / "model.safetensors")
+    if name == "MiMo":
+        file = path / "config.json"
+        written = json.loads(file.read_text())
+        written["architectures"] = ["MiMoForCausalLM"]
+        file.write_text(json.dumps(written))
     return str(path)
 
 

@@ -4,6 +4,7 @@
 import doctest
 import importlib
 import pickle
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.hidden_states.client import last_hidden_state
 from vllm.v1.hidden_states.last import LastHiddenStateCapture, StepVectors
-from vllm.v1.hidden_states.last_output import add_last_hidden_state
+from vllm.v1.hidden_states.last_output import add_last_hidden_state, refuses
 from vllm.v1.hidden_states.last_request import LastHiddenStateRequest
 from vllm.v1.hidden_states.runner import RunnerCapture
 
@@ -222,7 +223,7 @@ def test_a_family_without_one_vector_a_token(shape):
 
 
 def test_no_memory_is_an_error_of_the_requests(monkeypatch):
-    def fail(self, hidden_states, rows):
+    def fail(self, rows):
         raise torch.OutOfMemoryError("17 GiB")
 
     monkeypatch.setattr(LastHiddenStateCapture, "_copy", fail)
@@ -251,6 +252,65 @@ def test_a_runner_hands_over_what_is_beside_the_layers():
     assert nothing.capture(output, *batch) is output
     assert nothing.strip(output) is output
     assert nothing.take_last() is None
+
+
+# ---------------------------------------------------------------------------
+# What the head is given.
+
+
+class LogitsProcessor(torch.nn.Module):
+    """Named as vLLM's."""
+
+    def forward(self, head, hidden_states):
+        raise AssertionError("the head itself is not wanted")
+
+
+class Family(torch.nn.Module):
+    """Norms on the way to the head, or did before, or goes a way of its own."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        if way != "other":
+            self.logits_processor = LogitsProcessor()
+
+    def compute_logits(self, hidden_states):
+        if self.way == "normed":
+            return self.logits_processor(None, hidden_states)
+        if self.way == "norms":
+            return self.logits_processor(None, hidden_states=hidden_states * 2)
+        if self.way == "fails":
+            raise ZeroDivisionError("of its own")
+        return hidden_states
+
+
+@pytest.mark.parametrize(("way", "factor"), [("normed", 1), ("norms", 2), ("other", 1)])
+def test_the_vector_is_what_the_head_is_given(way, factor):
+    capture = make_capture()
+    capture.attach(Family(way))
+    capture.begin_step(set(), [new("a", 3)])
+    expected = [hash_of("a") * factor, 2 * factor, 0.5 * factor, -1 * factor]
+    assert run(capture, [("a", 3, 0)]).get("a").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"), [("fails", "ZeroDivision"), ("avoids", "without vLLM's Logits")]
+)
+def test_an_unknown_head_is_an_error_of_the_requests(way, cause):
+    """An engine starts with any model."""
+    capture = make_capture()
+    capture.attach(Family(way))
+    capture.begin_step(set(), [new("a", 3)])
+    params = add_last_hidden_state(asking("a", 3), run(capture, [("a", 3, 0)]), None)
+    assert "of Family it is not known" in params["last_hidden_state_error"]
+    assert cause in params["last_hidden_state_error"]
+
+
+def test_other_ranks_take_nothing():
+    capture = make_capture()
+    capture.is_writer = False
+    capture.begin_step(set(), [new("a", 3)])
+    assert run(capture, [("a", 3, 0)]) is None
 
 
 # ---------------------------------------------------------------------------
@@ -331,6 +391,70 @@ def test_large_values_are_normalized():
         asking("a", 1, normalize=True), vectors_of("a", [3e30, 4e30]), None
     )
     assert params["last_hidden_state"] == pytest.approx([0.6, 0.8])
+
+
+def queued(options, **fields) -> SimpleNamespace:
+    """A request as it comes to the engine."""
+    return SimpleNamespace(
+        **{
+            "request_id": "a",
+            "client_index": 3,
+            "kv_transfer_params": options,
+            "sampling_params": SimpleNamespace(max_tokens=1, n=1),
+            "abort_immediately": False,
+            **fields,
+        }
+    )
+
+
+@pytest.mark.parametrize("other", [{}, {"do_remote_decode": True}])
+def test_options_are_kept_apart_from_a_connectors(other):
+    ours = {
+        "return_last_hidden_state": True,
+        "encoding_format": "base64",
+        "normalize": True,
+    }
+    request = queued(ours | other)
+    assert not refuses(SimpleNamespace(), request)
+    assert request.last_hidden_state == LastHiddenStateRequest("base64", True)
+    assert request.kv_transfer_params == (other or None)
+    request = queued({"return_last_hidden_state": False} | other)
+    assert not refuses(SimpleNamespace(), request)
+    assert request.last_hidden_state is None
+    assert request.kv_transfer_params == (other or None)
+    # Another's options of the same names.
+    request = queued({"normalize": 7, "encoding_format": "x"})
+    assert not refuses(SimpleNamespace(), request)
+    assert request.kv_transfer_params == {"normalize": 7, "encoding_format": "x"}
+    for nothing in (None, "x"):
+        assert not refuses(SimpleNamespace(), queued(nothing))
+
+
+def test_the_engine_ends_what_no_front_end_has_refused():
+    core = SimpleNamespace(output_queue=queue.Queue())
+    request = queued({"return_last_hidden_state": "yes"})
+    assert refuses(core, request)
+    client, outputs = core.output_queue.get_nowait()
+    assert client == 3
+    assert outputs.finished_requests == {"a"}
+    (output,) = outputs.outputs
+    assert output.finished and output.new_token_ids == []
+    reason = output.kv_transfer_params["last_hidden_state_error"]
+    assert reason.startswith("kv_transfer_params.return_last_hidden_state 'yes': not")
+    with pytest.raises(ValueError, match="'yes': not a boolean"):
+        refuses(SimpleNamespace(), queued({"return_last_hidden_state": "yes"}))
+
+
+def test_a_connector_hears_of_what_a_front_end_has_refused():
+    """Such a request comes to be aborted, so that a connector lets go of blocks."""
+    core = SimpleNamespace(output_queue=queue.Queue())
+    remote = {"do_remote_prefill": True}
+    request = queued(
+        {"return_last_hidden_state": "yes"} | remote, abort_immediately=True
+    )
+    assert not refuses(core, request)
+    assert request.kv_transfer_params == remote
+    assert core.output_queue.empty()
 
 
 # ---------------------------------------------------------------------------

@@ -48,8 +48,10 @@ def create_last(
     vllm_config: "VllmConfig", device: torch.device
 ) -> LastHiddenStateCapture | None:
     """What takes last hidden states in this worker; None where none are asked for."""
+    from vllm.distributed.parallel_state import get_pp_group
+
     model_config = vllm_config.model_config
-    if model_config.runner_type != "generate" or not is_writer():
+    if model_config.runner_type != "generate" or not get_pp_group().is_last_rank:
         return None
     return LastHiddenStateCapture(
         is_wanted=wants_last,
@@ -57,6 +59,8 @@ def create_last(
         layer=model_config.get_total_num_hidden_layers(),
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         device=device,
+        dtype=model_dtype(vllm_config),
+        is_writer=is_writer(),
     )
 
 

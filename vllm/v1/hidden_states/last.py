@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.v1.hidden_states.head import Head, UnknownHeadError, find_head
 from vllm.v1.hidden_states.pack import gather_rows
 from vllm.v1.hidden_states.plan import plan_spans
 
@@ -78,6 +79,9 @@ class LastHiddenStateCapture:
         layer: The id of the layer whose output they are: the number of layers.
         max_requests: The most requests of one step.
         device: Where the model runs.
+        dtype: Of the model's output.
+        is_writer: Whether the engine reads this worker's output. Others only help to
+            find the head.
     """
 
     def __init__(
@@ -87,10 +91,14 @@ class LastHiddenStateCapture:
         layer: int,
         max_requests: int,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        is_writer: bool = True,
     ):
         self.hidden_size = hidden_size
         self.layer = layer
         self.device = device
+        self.dtype = dtype
+        self.is_writer = is_writer
         self._is_wanted = is_wanted
         self._max_requests = max_requests
         # Requests that ask for one, until they end, by the length of their prompts.
@@ -98,6 +106,23 @@ class LastHiddenStateCapture:
         self._taken: StepVectors | None = None
         # [max_requests, H] float32 on the device, from the first request on.
         self._buffer: torch.Tensor | None = None
+        self._head: Head | None = None
+        self._no_head = ""
+
+    def attach(self, model: Any) -> None:
+        """Find out what of the model's output its head is given.
+
+        An engine starts with any model; of one that does not let itself be looked
+        into, requests are told so.
+        """
+        rows = torch.zeros((1, self.hidden_size), dtype=self.dtype, device=self.device)
+        try:
+            self._head, self._no_head = find_head(model, rows), ""
+        except UnknownHeadError as error:
+            self._no_head = (
+                f"of {type(model).__name__} it is not known what its head is given: "
+                f"{error}"
+            )
 
     def begin_step(self, finished: Mapping[str, Any] | set[str], new: Any) -> None:
         """Hear which requests have ended and which are new.
@@ -108,6 +133,8 @@ class LastHiddenStateCapture:
                 scheduler tells them to its workers.
         """
         self._taken = None
+        if not self.is_writer:
+            return
         if self._lengths:
             for request_id in finished:
                 self._lengths.pop(request_id, None)
@@ -150,27 +177,29 @@ class LastHiddenStateCapture:
 
     def _take(self, hidden_states: Any, last_rows: dict[str, int]) -> StepVectors:
         shape = tuple(getattr(hidden_states, "shape", ()))
+        cause = self._no_head
         if len(shape) != 2 or shape[1] != self.hidden_size:
             cause = (
                 f"the model's output has shape {list(shape)}, and not "
                 f"[tokens, {self.hidden_size}]: this family has no one vector"
             )
+        if cause:
             return StepVectors(list(last_rows), None, self.layer, cause=cause)
-        rows = list(last_rows.values())
         try:
-            host, wait = self._copy(hidden_states, rows)
+            rows = gather_rows(hidden_states, list(last_rows.values()))  # [n, H]
+            if self._head is not None:
+                rows = self._head(rows)
+            host, wait = self._copy(rows)
         except torch.OutOfMemoryError as error:
             cause = f"no memory for the vectors: {error}"
             return StepVectors(list(last_rows), None, self.layer, cause=cause)
         return StepVectors(list(last_rows), host, self.layer, wait)
 
     def _copy(
-        self, hidden_states: torch.Tensor, rows: Sequence[int]
+        self, rows: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
         if self.device.type == "cpu":
-            out = torch.empty((len(rows), self.hidden_size), dtype=torch.float32)
-            gather_rows(hidden_states, rows, out)
-            return out, None
+            return rows.float(), None
         module = torch.get_device_module(self.device)
         if self._buffer is None:
             shape = (self._max_requests, self.hidden_size)
@@ -180,8 +209,7 @@ class LastHiddenStateCapture:
         # The copy starts when the rows are there; the next step's rows come after it.
         stream, copy_stream = module.current_stream(), self._copy_stream
         stream.wait_stream(copy_stream)
-        packed = self._buffer[: len(rows)]
-        gather_rows(hidden_states, rows, packed)
+        packed = self._buffer[: len(rows)].copy_(rows)
         copy_stream.wait_stream(stream)
         with module.stream(copy_stream):
             host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)

@@ -38,6 +38,13 @@ def refuses(engine_core: Any, request: Any) -> bool:
     options = request.kv_transfer_params
     if not isinstance(options, Mapping):
         return False
+    ours = (FLAG, ENCODING, NORMALIZE)
+    if FLAG in options:
+        others = {key: value for key, value in options.items() if key not in ours}
+        request.kv_transfer_params = others or None
+    if request.abort_immediately:
+        # A front end has refused it, and a connector has to hear of that.
+        return False
     try:
         request.last_hidden_state = parse_last_request(options)
         if request.last_hidden_state is not None:
@@ -47,10 +54,6 @@ def refuses(engine_core: Any, request: Any) -> bool:
             raise  # an engine in its caller's process, who has passed it by hand
         _end(engine_core, request, str(error))
         return True
-    if FLAG in options:
-        ours = (FLAG, ENCODING, NORMALIZE)
-        others = {key: value for key, value in options.items() if key not in ours}
-        request.kv_transfer_params = others or None
     return False
 
 

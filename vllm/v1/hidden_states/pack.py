@@ -32,19 +32,16 @@ def pack_rows(
     return num_packed
 
 
-def gather_rows(
-    hidden_states: torch.Tensor, rows: Sequence[int], out: torch.Tensor
-) -> None:
-    """Copy single rows to ``out``, cast to its dtype; never waits for the device.
+def gather_rows(hidden_states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """A copy of single rows, ``[len(rows), H]``; never waits for the device.
 
     Args:
         hidden_states: ``[N, H]``.
-        rows: Which of them, in the order in which they are to lie in ``out``.
-        out: ``[len(rows), H]``.
+        rows: Which of them, in the order in which they are to come.
     """
     index = torch.tensor(rows, pin_memory=hidden_states.device.type != "cpu")
     index = index.to(hidden_states.device, non_blocking=True)
-    out.copy_(hidden_states.index_select(0, index))
+    return hidden_states.index_select(0, index)
 
 
 def _runs(spans: Sequence[Span]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ class RunnerCapture:
 
     Args:
         extraction: Where the engine extracts hidden states.
-        last: Where this worker's output is the one that the engine reads.
+        last: In the last pipeline stage of a model that generates.
     """
 
     def __init__(
@@ -30,6 +30,8 @@ class RunnerCapture:
         """See ``HiddenStateCapture.attach``."""
         if self.extraction is not None:
             self.extraction.attach(model, keep_layers)
+        if self.last is not None:
+            self.last.attach(model)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Hear which requests come and go; for every step, also one without tokens."""
