@@ -8,7 +8,7 @@ import torch
 
 from vllm.model_executor.models.interfaces import EagleModelMixin
 from vllm.sequence import IntermediateTensors
-from vllm.v1.hidden_states.factory import connect_stages, refuse_split_tokens
+from vllm.v1.hidden_states.factory import connect_stages, refuse_missing_tokens
 
 NUM_LAYERS = 9
 H = 4
@@ -125,6 +125,15 @@ def test_one_stage_has_no_limit(stage_of):
 
 
 def test_tokens_split_over_ranks_are_refused():
-    refuse_split_tokens(SimpleNamespace(prefill_context_parallel_size=1))
+    whole = SimpleNamespace(kv_sharing_fast_prefill=False)
+    refuse_missing_tokens(SimpleNamespace(prefill_context_parallel_size=1), whole)
     with pytest.raises(ValueError, match="prefill_context_parallel_size 2: .*valid.*1"):
-        refuse_split_tokens(SimpleNamespace(prefill_context_parallel_size=2))
+        refuse_missing_tokens(SimpleNamespace(prefill_context_parallel_size=2), whole)
+
+
+def test_layers_that_skip_tokens_are_refused():
+    skipping = SimpleNamespace(kv_sharing_fast_prefill=True)
+    with pytest.raises(ValueError, match="kv_sharing_fast_prefill: .*valid.*false"):
+        refuse_missing_tokens(
+            SimpleNamespace(prefill_context_parallel_size=1), skipping
+        )

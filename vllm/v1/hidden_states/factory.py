@@ -88,7 +88,7 @@ def create_extraction(
     )
     take_over_process(vllm_config)
     refuse_unsupported_family(vllm_config.model_config)
-    refuse_split_tokens(vllm_config.parallel_config)
+    refuse_missing_tokens(vllm_config.parallel_config, vllm_config.cache_config)
     return HiddenStateCapture(
         layer_ids=config.layer_ids,
         hidden_size=vllm_config.model_config.get_hidden_size(),
@@ -119,8 +119,8 @@ def is_writer() -> bool:
     return get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
 
 
-def refuse_split_tokens(parallel_config: Any) -> None:
-    """Raise where each rank computes some of a step's tokens only.
+def refuse_missing_tokens(parallel_config: Any, cache_config: Any) -> None:
+    """Raise where a rank, or a layer, computes some of a step's tokens only.
 
     Raises:
         ValueError: naming the option.
@@ -130,6 +130,11 @@ def refuse_split_tokens(parallel_config: Any) -> None:
         raise ValueError(
             f"prefill_context_parallel_size {num_ranks}: each of its ranks has the "
             "hidden states of some tokens only; valid with extraction: 1"
+        )
+    if cache_config.kv_sharing_fast_prefill:
+        raise ValueError(
+            "kv_sharing_fast_prefill: the later layers compute the last token of a "
+            "prompt only; valid with extraction: false"
         )
 
 
