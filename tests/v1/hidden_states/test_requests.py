@@ -419,7 +419,7 @@ BAD_LAST = [
     ({"return_last_hidden_state": "true"}, {}, "'true': not a boolean"),
     ({"return_last_hidden_states": True}, {}, "mean 'return_last_hidden_state'"),
     (LAST | {"encoding_format": "hex"}, {}, "encoding_format 'hex': valid: 'float'"),
-    (LAST | {"encoding": "base64"}, {}, "mean 'encoding_format'"),
+    (LAST | {"encoding_formats": "float"}, {}, "mean 'encoding_format'"),
     (LAST | {"normalize": 1}, {}, "normalize 1: not a boolean; valid: true, false"),
     (LAST | {"normalise": True}, {}, "mean 'normalize'"),
     (LAST, {"max_tokens": 2}, "max_tokens 2: .* valid: 1"),
