@@ -49,24 +49,6 @@ def test_offline_program_of_the_feature(docs: Any, runner: Any) -> None:
     assert shapes == ["[9, 4, 128]", "[8, 4, 128]"]
 
 
-def test_online_program_of_the_feature(docs: Any, server: Any) -> None:
-    block = next(b for b in docs.read_blocks(docs.FEATURE_PAGE) if "OpenAI" in b.text)
-    assert "torch.Size([9, 4, 128])" in server.run_python(block)
-    assert not list(server.files.glob("cmpl-*")), "the program has cleaned up"
-
-
-def test_client_programs_of_the_last_hidden_state(docs: Any, server: Any) -> None:
-    """One with vLLM's function, one without; here from a server that extracts too."""
-    with_vllm, without = (
-        block for block in docs.read_blocks(docs.LAST_PAGE) if "OpenAI" in block.text
-    )
-    output = server.run_python(with_vllm)
-    assert output.startswith("(128,)\n{'position': ")
-    assert "'representation': 'post_norm'" in output
-    assert re.search(r"^\[\[(1\.|0\.99)", output, re.M)
-    assert server.run_python(without) == "(128,)\n"
-
-
 def test_offline_program_of_the_last_hidden_state(docs: Any, runner: Any) -> None:
     (block,) = (b for b in docs.read_blocks(docs.LAST_PAGE) if "LLM(" in b.text)
     # In one process, which saves a start.

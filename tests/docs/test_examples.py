@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FOLDER = "examples/features/speculative_decoding"
 OFFLINE = "examples/offline_inference"
 
@@ -23,15 +25,6 @@ def test_offline_example(docs: Any, runner: Any, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
-def test_online_example(docs: Any, server: Any) -> None:
-    command = example(docs, "extract_hidden_states_online.py")
-    url = f"http://localhost:{server.port}/v1"
-    output = server.run([*command, "--base-url", url], "the online example")
-    assert output.count("4, 128] torch.") == 3
-    assert "chat: 'Where does the river end?'" in output
-    assert not list(server.files.glob("*cmpl-*")), "the example has cleaned up"
-
-
 def test_example_of_requests(docs: Any, runner: Any) -> None:
     command = example(docs, "extract_hidden_states_per_request.py")
     # In one process, which saves a start.
@@ -44,14 +37,7 @@ def test_example_of_requests(docs: Any, runner: Any) -> None:
     assert "[16, 3, 128]: rows" in output
 
 
-def test_client_of_the_last_hidden_state(docs: Any, server: Any) -> None:
-    command = example(docs, "last_hidden_state_client.py", "examples/online_serving")
-    url = f"http://localhost:{server.port}/v1"
-    output = server.run([*command, "--base-url", url], "the client")
-    assert output.count("(128,) of position") == 2
-    assert "cosines of 3 texts:\n[[1." in output
-
-
+@pytest.mark.soak
 def test_last_hidden_states_offline(docs: Any, runner: Any) -> None:
     command = example(docs, "last_hidden_state.py", OFFLINE)
     # In one process, which saves a start.
@@ -60,6 +46,7 @@ def test_last_hidden_states_offline(docs: Any, runner: Any) -> None:
     assert "an ordinary request: " in output
 
 
+@pytest.mark.soak
 def test_retrieval(docs: Any, runner: Any, tmp_path: Path) -> None:
     """A model with random weights finds nothing; that it comes to its end is shown,
     and that the picture is one."""
