@@ -61,9 +61,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
-    parser.add_argument("--seconds", type=float, default=4.0, help="about, of a turn")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each side")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about, of a turn")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--clients", type=int, default=32, help="at once, over HTTP")
     parser.add_argument("--output", type=Path, help="write the table there, and JSON")
     return parser.parse_args()
@@ -91,7 +91,7 @@ def compare(
 ) -> dict[str, Any]:
     """Requests per second of each side, in turns, and ratios to the first one."""
     prompts = Prompts(arguments.prompt_tokens)
-    count = 64
+    count = 32
     for run in sides.values():  # warm up
         run(prompts.take(count))
     started = time.perf_counter()

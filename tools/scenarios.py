@@ -49,7 +49,8 @@ Ways in which vLLM is run, and what is known of hidden states under each.
 | tested | a test in `make test` shows that the hidden states are right |
 | refused | it is refused with a sentence; a test in `make test` shows that |
 | soak | as tested, by `make soak`: it takes too long for every run |
-| ray | as tested, where Ray is installed (marker `ray`) |
+| ray | by a test where Ray is installed (marker `ray`) and vLLM's Ray executor takes \
+the device: "current platform cpu does not support ray" |
 | GPU | by a test that needs a CUDA device, `make test-gpu`; none has run it here |
 | a number | it does not run; the reason is below the table |
 

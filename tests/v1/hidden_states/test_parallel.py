@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     cleanup_hidden_states,
     load_hidden_states,
 )
+from vllm.platforms import current_platform
 from vllm.v1.hidden_states.client import last_hidden_state
 
 # Of every stage of two: the embeddings, the boundary, the last.
@@ -68,6 +69,10 @@ def engine(request, column, engines, servers, tiny_model, tmp_path_factory):
     skip_without_devices(num_ranks)
     if settings["distributed_executor_backend"] == "ray":
         pytest.importorskip("ray")
+        if not current_platform.ray_device_key:
+            pytest.skip(
+                "vLLM's Ray executor: current platform cpu does not support ray"
+            )
     storage = tmp_path_factory.mktemp("storage")
     with pytest.MonkeyPatch.context() as patch:
         envs.disable_envs_cache()  # of the engine before this one
