@@ -257,6 +257,11 @@ def test_refusals_of_one_endpoint(complete, chat):
 
 
 @pytest.mark.scenario("a vector that is not finite: HTTP 500")
+@pytest.mark.without(
+    "V2 eager",
+    "Triton's interpreter does not sample from logits that are not numbers: "
+    "InterpreterError: ValueError('All-NaN slice encountered')",
+)
 def test_a_vector_that_is_not_finite(complete, check, served):
     for prompt in ([5, POISON], [[5, 6], [7, POISON, 8], [9]]):
         with pytest.raises(openai.InternalServerError, match="128 non-finite") as error:
