@@ -30,12 +30,13 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="name or path; default: a tiny one, made here")
+    parser.add_argument("--enforce-eager", action="store_true", help="compile nothing")
     return parser.parse_args()
 
 
-def run(model: str, is_tiny: bool) -> None:
+def run(model: str, enforce_eager: bool) -> None:
     """Ask for vectors, and for ordinary outputs in the same batch."""
-    llm = LLM(model=model, enforce_eager=is_tiny)
+    llm = LLM(model=model, enforce_eager=enforce_eager)
     asks = SamplingParams(
         max_tokens=1,
         extra_args={"kv_transfer_params": {"return_last_hidden_state": True}},
@@ -57,7 +58,7 @@ def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="last-hidden-state-") as folder:
         model = arguments.model or make_tiny_model(Path(folder) / "tiny-qwen3")
-        run(str(model), arguments.model is None)
+        run(str(model), arguments.enforce_eager)
 
 
 # The engine may start processes that import this file again.

@@ -3,7 +3,7 @@
 
 Every section of this repository's documentation, and each question, gets the vector
 behind the first token of "... In one word, this is about:". The nearest sections are
-printed, and the matrix of similarities goes to a PNG.
+printed, and the matrix of similarities goes to a PNG (``--plot``).
 
 Without ``--model`` a tiny model with random weights is made, whose answers mean
 nothing:
@@ -46,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="name or path; default: a tiny one, made here")
+    parser.add_argument("--enforce-eager", action="store_true", help="compile nothing")
     parser.add_argument("--questions", nargs="+", default=QUESTIONS, metavar="TEXT")
     parser.add_argument("--plot", type=Path, default=Path("similarity.png"))
     return parser.parse_args()
@@ -91,7 +92,7 @@ def plot(similarity: np.ndarray, names: list[str], path: Path) -> None:
 
 def run(arguments: argparse.Namespace, model: str) -> None:
     """Embed, print the nearest sections of each question, and plot."""
-    llm = LLM(model=model, enforce_eager=arguments.model is None, max_model_len=2048)
+    llm = LLM(model=model, enforce_eager=arguments.enforce_eager, max_model_len=2048)
     sections = read_sections()
     titles, questions = list(sections), list(arguments.questions)
     texts = [f"{title}\n{body}" for title, body in sections.items()]

@@ -43,6 +43,7 @@ def test_example_of_requests(docs: Any, runner: Any) -> None:
 @pytest.mark.soak
 def test_last_hidden_states_offline(docs: Any, runner: Any) -> None:
     command = example(docs, "last_hidden_state.py", OFFLINE)
+    command.append("--enforce-eager")
     # In one process, which saves a start.
     output = runner.run(command, "the example", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert "a chat: (128,)\n" in output
@@ -56,7 +57,7 @@ def test_retrieval(docs: Any, runner: Any, tmp_path: Path) -> None:
     command = example(docs, "last_hidden_state_retrieval.py", OFFLINE)
     plot = tmp_path / "similarity.png"
     output = runner.run(
-        [*command, "--plot", str(plot)],
+        [*command, "--enforce-eager", "--plot", str(plot)],
         "the retrieval",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )

@@ -72,7 +72,7 @@ def main() -> None:
     arguments = parse_arguments()
     client = OpenAI(base_url=arguments.base_url, api_key=arguments.api_key)
     model = client.models.list().data[0].id
-    # One prompt a request: a response has room for one path.
+    # One prompt a request; of a list of prompts each choice has its own path.
     for prompt in arguments.prompts:
         # `kv_transfer_params` is vLLM's own, beside the fields that OpenAI has.
         completion: Any = client.completions.create(

@@ -159,7 +159,7 @@ def test_served(
     ("fields", "error"),
     [
         ({"max_tokens": 16}, "max_tokens 16: .*valid: 1"),
-        ({}, "max_completion_tokens None: .*valid: 1"),
+        ({}, r"max_completion_tokens None: .*valid: 1 \(not given\)"),
         (
             {"max_tokens": 1, "max_completion_tokens": 2},
             "max_completion_tokens 2: .*valid: 1",
@@ -207,6 +207,8 @@ def test_other_requests():
     assert parse_last_request(many) is None
     assert parse_last_request({"x" * 10**6: 1}) is None
     assert parse_last_request({FLAG: True, 5: 1}) == LastHiddenStateRequest()
+    with pytest.raises(RequestError, match="response's; did you mean 'return_last"):
+        parse_last_request({"last_hidden_state": True})
     with pytest.raises(RequestError) as refusal:
         parse_last_request({FLAG: "x" * 10**6})
-    assert len(str(refusal.value)) < 300
+    assert len(str(refusal.value)) < 400

@@ -25,6 +25,7 @@ from vllm.v1.hidden_states.request import (
     PART_OF_ANOTHER,
     RequestError,
     parse_request,
+    refuse_misspelled,
     refuse_what_cannot_travel,
 )
 
@@ -159,18 +160,22 @@ def _refuse_fields(request: Any) -> None:
     limits = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     present = [field for field in limits if hasattr(request, field)]
     given = [field for field in present if getattr(request, field) is not None]
-    if given and getattr(request, given[0]) != 1:
-        raise field_error(given[0], getattr(request, given[0]), "1")
-    if present and not given:
-        raise field_error(present[0], None, "1")
+    if not present:
+        return
+    limit = (given or present)[0]
+    if getattr(request, limit) != 1:
+        how = "" if limit in request.model_fields_set else " (not given)"
+        raise field_error(limit, getattr(request, limit), f"1{how}")
 
 
 def _refuse_without_extraction(options: Any) -> None:
     """Options that mean nothing here, and would be passed over without a word."""
     if not isinstance(options, Mapping):
         return  # not ours to say
-    if options.get(EXTRACT) or options.get(LAYERS) is not None:
-        key = EXTRACT if options.get(EXTRACT) else LAYERS
+    refuse_misspelled(options, OPTIONS)
+    for key in (EXTRACT, LAYERS, OUTPUT):
+        if not options.get(key):
+            continue
         raise RequestError(
             key,
             options[key],

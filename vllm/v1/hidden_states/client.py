@@ -38,7 +38,11 @@ def last_hidden_state(response: Any) -> np.ndarray:
     params = params or {}
     vector = params.get(VECTOR)
     if vector is None:
-        reason = params.get(f"{VECTOR}_error", f"no {VECTOR!r} in its {FIELD}")
+        reason = params.get(
+            f"{VECTOR}_error",
+            f"no {VECTOR!r} in its {FIELD}; a request asks for one by "
+            f'"{FIELD}": {{"return_{VECTOR}": true}}',
+        )
         raise LookupError(f"this response has no last hidden state: {reason}")
     if isinstance(vector, str):
         return np.frombuffer(base64.b64decode(vector), dtype="<f4").astype(np.float32)

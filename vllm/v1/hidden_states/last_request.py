@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.hidden_states.client import VECTOR
 from vllm.v1.hidden_states.request import PARAMS_KEY, RequestError, refuse_misspelled
 
 FLAG = "return_last_hidden_state"
@@ -42,6 +43,9 @@ def parse_last_request(options: Any) -> LastHiddenStateRequest | None:
     flag = options.get(FLAG)
     refuse_misspelled(options, (FLAG, ENCODING, NORMALIZE) if flag else (FLAG,))
     if not flag:
+        if options.get(VECTOR):
+            sentence = f"this is the response's; did you mean {FLAG!r}?"
+            raise RequestError(VECTOR, options[VECTOR], sentence)
         return None
     if flag is not True:
         raise RequestError(FLAG, flag, "not a boolean; valid: true, false")
@@ -76,8 +80,8 @@ def field_error(field: str, value: Any, valid: str) -> RequestError:
     return RequestError(
         field,
         value,
-        f"{PARAMS_KEY}.{FLAG} is for a request of one token in one piece; "
-        f"valid: {valid}",
+        f"with {PARAMS_KEY}.{FLAG} a request has one token and one choice, and is "
+        f"not streamed or echoed; valid: {valid}",
         within="",
     )
 
