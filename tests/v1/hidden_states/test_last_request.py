@@ -194,6 +194,25 @@ def test_what_only_an_engine_knows():
         check_request(engine_of(), params)
 
 
+def test_fields_that_an_endpoint_does_not_have():
+    """vLLM takes them, and ignores them."""
+    fields: Any = {"prompt": "x", "max_tokens": 1, "max_completion_tokens": 5}
+    check_fields(CompletionRequest(**fields, kv_transfer_params={FLAG: True}))
+
+
+def test_errors_are_short_and_can_be_sent():
+    nested: Any = 1
+    for _ in range(6):
+        nested = [nested] * 12
+    for options in ({FLAG: nested}, {"return_last_hidden_stat\ud800": 1}):
+        request = CompletionRequest(
+            prompt="x", max_tokens=1, kv_transfer_params=options
+        )
+        with pytest.raises(InvalidRequestError, match="kv_transfer_params") as refusal:
+            check_fields(request)
+        assert len(str(refusal.value).encode()) < 2000
+
+
 def test_other_requests():
     """Those without parameters, and those that only look as if they had any."""
     assert parse_last_request(None) is None

@@ -173,7 +173,7 @@ def test_the_prompt_is_the_whole_rendered_one(chat, check):
 
 @pytest.mark.scenario("a list of prompts, a batch of chats: a vector in each choice")
 def test_a_list_of_prompts(served, complete, check):
-    for prompts in (TEXTS, [[5, 6, 7], [8] * 70, [9]]):
+    for prompts in (TEXTS, [[5, 6, 7], [8] * 70, [9]], TEXTS[:1], [[5, 6]]):
         response = complete(prompts)
         for choice in response.choices:
             check(choice, choice.prompt_token_ids)

@@ -130,6 +130,7 @@ def check_fields(request: Any) -> None:
     if not isinstance(options, Mapping):
         return
     try:
+        refuse_what_cannot_travel(options)
         if getattr(request, "use_beam_search", False):
             _refuse_beam_search(options)
         if parse_last_request(options) is not None:
@@ -158,7 +159,8 @@ def _refuse_fields(request: Any) -> None:
     if getattr(request, "n", None) not in (None, 1):
         raise field_error("n", request.n, "1, or none")
     limits = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    present = [field for field in limits if hasattr(request, field)]
+    # Not what only a client knows: vLLM takes further fields, and ignores them.
+    present = [field for field in limits if field in type(request).model_fields]
     given = [field for field in present if getattr(request, field) is not None]
     if not present:
         return

@@ -17,8 +17,8 @@ def last_hidden_state(response: Any) -> np.ndarray:
     Args:
         response: What has ``kv_transfer_params``: a completion or chat completion of
             OpenAI's client, one of its choices, the same as a ``dict``, or an output
-            of ``LLM.generate``. Of a request with several prompts each choice has its
-            own; the response has the first one's.
+            of ``LLM.generate``. Of a list of prompts, or of chats, each choice has its
+            own.
 
     Returns:
         ``[hidden_size]``, float32.

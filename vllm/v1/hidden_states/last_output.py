@@ -123,7 +123,7 @@ def _vector(
         raise ValueError(
             f"the last hidden state, of position {position}, has "
             f"{np.count_nonzero(~np.isfinite(vector))} non-finite values of "
-            f"{len(vector)}: the model overflows on this prompt"
+            f"{len(vector)}: the model computes none for this prompt"
         )
     return vector, vectors.layer
 

@@ -55,6 +55,7 @@ class RequestError(ValueError):
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
 _shortened.maxlist = _shortened.maxdict = 12
+_shortened.maxlevel = 1
 
 
 @dataclass(frozen=True)

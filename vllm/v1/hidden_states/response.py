@@ -41,22 +41,30 @@ def _no_vector(cause: str) -> Exception:
     return GracefulHTTPError(cause, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def add_to_choice(choice: Any, result: Any, output: Any, of_several: bool) -> None:
-    """Give the first choice of each of several prompts its prompt's parameters.
+def add_to_choice(choice: Any, result: Any, output: Any, request: Any) -> None:
+    """Give the first choice of each prompt of a list its prompt's parameters.
 
     Args:
         choice: Of a response, just made.
         result: What the engine said of its prompt.
         output: The output that the choice is for.
-        of_several: Whether there are more prompts than one; the one prompt's
-            parameters are the response's own.
+        request: A completion, or a batch of chats. One prompt's parameters are the
+            response's own.
     """
     if (
-        of_several
-        and result.kv_transfer_params is not None
+        result.kv_transfer_params is not None
         and output is result.outputs[0]
+        and _has_list(request)
     ):
         choice.kv_transfer_params = result.kv_transfer_params
+
+
+def _has_list(request: Any) -> bool:
+    """Whether a request has a list of prompts, of one too."""
+    if hasattr(request, "messages") or isinstance(request.prompt_embeds, list):
+        return True
+    prompt = request.prompt
+    return isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int)
 
 
 def add_to_chunk(chunk: Any, result: Any, output: Any) -> None:
