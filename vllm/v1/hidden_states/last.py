@@ -46,6 +46,7 @@ class StepVectors:
         self._index = {request_id: i for i, request_id in enumerate(request_ids)}
         self._rows = None if rows is None else rows.numpy()
         self._wait = wait
+        self._num_not_finite: np.ndarray | None = None
 
     def get(self, request_id: str) -> np.ndarray | None:
         """The vector ``[H]`` of a request; None if this step has none of it."""
@@ -55,6 +56,14 @@ class StepVectors:
         self._settle()
         vector: np.ndarray = self._rows[index]
         return vector
+
+    def num_not_finite(self, request_id: str) -> int:
+        """How many values of a request's vector are none; all rows looked at once."""
+        self._settle()
+        if self._num_not_finite is None:
+            assert self._rows is not None
+            self._num_not_finite = np.count_nonzero(~np.isfinite(self._rows), axis=1)
+        return int(self._num_not_finite[self._index[request_id]])
 
     def __contains__(self, request_id: str) -> bool:
         """Whether this step computed the request's last position."""

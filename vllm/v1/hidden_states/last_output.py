@@ -119,11 +119,11 @@ def _vector(
     vector = vectors.get(request_id)
     if vector is None:
         raise ValueError(vectors.cause)
-    if not np.isfinite(vector).all():
+    if num_not_finite := vectors.num_not_finite(request_id):
         raise ValueError(
-            f"the last hidden state, of position {position}, has "
-            f"{np.count_nonzero(~np.isfinite(vector))} non-finite values of "
-            f"{len(vector)}: the model computes none for this prompt"
+            f"the last hidden state, of position {position}, has {num_not_finite} "
+            f"non-finite values of {len(vector)}: the model computes none for this "
+            "prompt"
         )
     return vector, vectors.layer
 

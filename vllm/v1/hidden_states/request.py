@@ -9,6 +9,7 @@ import difflib
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -143,10 +144,16 @@ def refuse_misspelled(params: Mapping[str, Any], options: Sequence[str]) -> None
     for key in params:
         if key in options or len(str(key)) > MAX_KEY_LENGTH:
             continue
-        if near := difflib.get_close_matches(str(key), options, n=1, cutoff=0.85):
+        if near := _nearest(str(key), tuple(options)):
             raise RequestError(
-                str(key), params[key], f"no such option; did you mean {near[0]!r}?"
+                str(key), params[key], f"no such option; did you mean {near!r}?"
             )
+
+
+@lru_cache(maxsize=1024)  # requests have the same few keys, again and again
+def _nearest(key: str, options: tuple[str, ...]) -> str | None:
+    near = difflib.get_close_matches(key, options, n=1, cutoff=0.85)
+    return near[0] if near else None
 
 
 def _flag(params: Mapping[str, Any], name: str, default: bool) -> bool:
