@@ -16,6 +16,9 @@ from vllm.v1.hidden_states.client import last_hidden_state
 
 pytestmark = [
     pytest.mark.last_hidden_state,
+    # `model_impl="transformers"`, in test_families.py, changes Transformers' classes
+    # for the whole process: the references here would not run.
+    pytest.mark.own_process("last families"),
     pytest.mark.soak_in("V1 compiled", "V2 eager"),
 ]
 
