@@ -28,6 +28,7 @@ def test_offline_example(docs: Any, runner: Any, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
+@pytest.mark.soak
 def test_example_of_requests(docs: Any, runner: Any) -> None:
     command = example(docs, "extract_hidden_states_per_request.py")
     # In one process, which saves a start.

@@ -32,6 +32,7 @@ SCHEDULES = [
     schedule(
         "chunked prefill off",
         BOTH,
+        pytest.mark.soak,
         enable_chunked_prefill=False,
         max_num_batched_tokens=1024,
     ),
@@ -42,7 +43,12 @@ SCHEDULES = [
         num_gpu_blocks_override=34,
         block_size=32,
     ),
-    schedule("priority scheduling", BOTH, scheduling_policy="priority"),
+    schedule(
+        "priority scheduling",
+        BOTH,
+        pytest.mark.soak,
+        scheduling_policy="priority",
+    ),
     schedule("asynchronous scheduling", BOTH, async_scheduling=True),
     schedule(
         "`ngram` speculation beside",
