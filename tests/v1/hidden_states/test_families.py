@@ -56,6 +56,7 @@ class Case:
         has_embeddings: Whether layer id 0 can be asked for.
         settings: Of the engine.
         marks: Of its tests.
+        has_images: Whether it takes images, and chats about them.
         soak: Columns that `make soak` runs, to keep the time of `make test`.
     """
 
@@ -65,6 +66,7 @@ class Case:
     has_embeddings: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     marks: tuple[Any, ...] = ()
+    has_images: bool = False
     soak: tuple[str, ...] = ()
 
     @property
@@ -116,6 +118,7 @@ CASES = [
         settings={"skip_tokenizer_init": False},
         marks=(NEEDS_TORCHVISION,),
         soak=SLOW,
+        has_images=True,
     ),
 ]
 
@@ -145,6 +148,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
                 ],
             )
             for case in CASES
+            if case.has_images or "chat_outputs" not in metafunc.fixturenames
             for column in columns.COLUMNS
         ]
         metafunc.parametrize(("engine", "column"), pairs, indirect=True, scope="module")
@@ -339,12 +343,16 @@ def test_the_last_hidden_state_gives_the_first_tokens_logprob(engine):
             assert cosine > 0.99999
 
 
+@pytest.fixture
+def chat_outputs(engine):
+    """Of a chat with an image and one without; families without images have none."""
+    return engine.chat_outputs
+
+
 @pytest.mark.last_hidden_state
-def test_the_last_hidden_state_of_a_chat(engine):
+def test_the_last_hidden_state_of_a_chat(engine, chat_outputs):
     """Of the rendered prompt, its image's tokens and the template's among them."""
-    if not engine.chat_outputs:
-        pytest.skip("a family without images: chats are in test_last_served.py")
-    for output, image in zip(engine.chat_outputs, (engine.image, None), strict=True):
+    for output, image in zip(chat_outputs, (engine.image, None), strict=True):
         token_ids = list(output.prompt_token_ids)
         reference = engine.family.reference
         expected = reference.norm(reference.rows(token_ids, image)[-1, -1]).detach()

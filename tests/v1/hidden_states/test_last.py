@@ -279,6 +279,8 @@ class Family(torch.nn.Module):
             return self.logits_processor(None, hidden_states)
         if self.way == "norms":
             return self.logits_processor(None, hidden_states=hidden_states * 2)
+        if self.way == "widens":
+            return self.logits_processor(None, hidden_states.repeat(1, 2))
         if self.way == "fails":
             raise ZeroDivisionError("of its own")
         return hidden_states
@@ -294,7 +296,12 @@ def test_the_vector_is_what_the_head_is_given(way, factor):
 
 
 @pytest.mark.parametrize(
-    ("way", "cause"), [("fails", "ZeroDivision"), ("avoids", "without vLLM's Logits")]
+    ("way", "cause"),
+    [
+        ("fails", "ZeroDivision"),
+        ("avoids", "without vLLM's Logits"),
+        ("widens", "[1, 8]"),
+    ],
 )
 def test_an_unknown_head_is_an_error_of_the_requests(way, cause):
     """An engine starts with any model."""

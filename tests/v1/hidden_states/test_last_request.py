@@ -228,6 +228,7 @@ def test_other_requests():
     assert parse_last_request({FLAG: True, 5: 1}) == LastHiddenStateRequest()
     with pytest.raises(RequestError, match="response's; did you mean 'return_last"):
         parse_last_request({"last_hidden_state": True})
+    assert parse_last_request({"last_hidden_state": [0.5], "remote": 1}) is None
     with pytest.raises(RequestError) as refusal:
         parse_last_request({FLAG: "x" * 10**6})
     assert len(str(refusal.value)) < 400

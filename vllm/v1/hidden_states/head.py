@@ -71,6 +71,8 @@ def find_head(model: torch.nn.Module, rows: torch.Tensor) -> Head | None:
         raise
     except Exception as error:
         raise UnknownHeadError(f"its compute_logits fails: {error!r}") from error
+    if arrived.shape != rows.shape:
+        raise UnknownHeadError(f"it has shape {list(arrived.shape)} for one row")
     return None if arrived is rows else head
 
 

@@ -8,7 +8,7 @@ to the engine within the step's output. Nothing of it is kept in a worker: a req
 that is computed again after a preemption has its vector in the later step's output.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,7 +133,7 @@ class LastHiddenStateCapture:
                 f"{error}"
             )
 
-    def begin_step(self, finished: Mapping[str, Any] | set[str], new: Any) -> None:
+    def begin_step(self, finished: Iterable[str], new: Iterable[Any]) -> None:
         """Hear which requests have ended and which are new.
 
         Args:

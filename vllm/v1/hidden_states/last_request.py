@@ -43,7 +43,8 @@ def parse_last_request(options: Any) -> LastHiddenStateRequest | None:
     flag = options.get(FLAG)
     refuse_misspelled(options, (FLAG, ENCODING, NORMALIZE) if flag else (FLAG,))
     if not flag:
-        if options.get(VECTOR):
+        # Not a vector: a router may hand one engine's answer to another's request.
+        if options.get(VECTOR) is True:
             sentence = f"this is the response's; did you mean {FLAG!r}?"
             raise RequestError(VECTOR, options[VECTOR], sentence)
         return None
