@@ -15,10 +15,12 @@ left as it is.
 """
 
 import difflib
+import importlib.util
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -56,8 +58,46 @@ class HiddenStatesConfig:
     use_synchronization_lock: bool = True
     """Hold ``<path>.lock`` with an exclusive ``flock`` until the file is complete."""
 
+    keep_lock_files: bool = False
+    """Leave ``<path>.lock`` of a complete file, without its ``flock``, for readers that
+    insist on one; otherwise it is removed within two minutes."""
+
     allow_custom_save_path: bool = False
-    """Let clients choose where their file goes: not yet, so only False is valid."""
+    """Let clients choose where their file goes (``hidden_states_path``): below
+    ``shared_storage_path``, or one of ``custom_save_roots``."""
+
+    custom_save_roots: tuple[str, ...] = ()
+    """Further directories below which clients may have their files."""
+
+    file_mode: str = "0600"
+    """Permissions of files, in octal. Directories that are made can be searched by
+    those who may read the files."""
+
+    fsync: bool = False
+    """Show a file only when it is on the disk, and would outlive a power failure."""
+
+    checksum: Literal["crc32", "xxh3"] | None = None
+    """Of each file, in its metadata, for ``load_hidden_states(verify=True)``."""
+
+    max_stored_bytes: int | None = Field(default=None, ge=1, strict=True)
+    """The most that files may take, those of requests that run included. Beyond it,
+    requests that extract are refused (HTTP 503) or wait, as ``when_full`` says."""
+
+    when_full: Literal["refuse", "wait"] = "refuse"
+    """What a request does for which there is no room within ``max_stored_bytes``."""
+
+    max_age_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a complete file is removed, read or not."""
+
+    shutdown_timeout_s: float = Field(default=3.0, ge=0, le=3600)
+    """How long a shutdown waits for writers; then what is not complete is withdrawn.
+    vLLM itself ends workers that take longer than some four seconds."""
+
+    max_inline_bytes: int = Field(default=8 << 20, ge=0, strict=True)
+    """The most that one response may carry by ``return_inline``."""
+
+    sink: str | None = None
+    """``"package.module:function"`` that takes the rows in place of files."""
 
     extract_by_default: bool = True
     """Extract requests that do not say ``extract_hidden_states`` themselves."""
@@ -69,7 +109,7 @@ class HiddenStatesConfig:
     @field_validator("shared_storage_path")
     @classmethod
     def _storage_path_is_usable(cls, path: str) -> str:
-        if not path or "\0" in path:
+        if not path or "\0" in path or not _is_utf_8(path):
             raise ValueError(
                 f"shared_storage_path {path!r}: give the path of a directory"
             )
@@ -78,20 +118,69 @@ class HiddenStatesConfig:
             raise ValueError(f"shared_storage_path {path!r} is no directory")
         return path
 
-    @field_validator("allow_custom_save_path")
+    @field_validator("custom_save_roots", mode="before")
     @classmethod
-    def _paths_are_the_engines(cls, allowed: bool) -> bool:
-        if allowed:
+    def _roots_are_directories(cls, roots: Any) -> tuple[str, ...]:
+        if not isinstance(roots, (list, tuple)):
+            raise ValueError(f"custom_save_roots {roots!r}: give a list of directories")
+        expanded = []
+        for root in roots:
+            if (
+                not isinstance(root, str)
+                or not os.path.isabs(os.path.expanduser(root))
+                or not _is_utf_8(root)
+            ):
+                raise ValueError(
+                    f"custom_save_roots {roots!r}: {root!r} is no absolute path"
+                )
+            expanded.append(os.path.expanduser(root))
+        return tuple(expanded)
+
+    @field_validator("file_mode")
+    @classmethod
+    def _mode_is_octal(cls, mode: str) -> str:
+        if not re.fullmatch("0?[0-7]{3}", mode) or not int(mode, 8) & 0o600 == 0o600:
             raise ValueError(
-                "allow_custom_save_path True: clients cannot choose paths yet; valid: "
-                "False"
+                f"file_mode {mode!r}: give octal permissions by which the owner may "
+                "read and write, such as '0600' or '0640'"
             )
-        return allowed
+        return mode
+
+    @field_validator("checksum")
+    @classmethod
+    def _checksum_is_there(cls, checksum: str | None) -> str | None:
+        if checksum == "xxh3" and importlib.util.find_spec("xxhash") is None:
+            raise ValueError(
+                "checksum 'xxh3' needs the package xxhash; valid without: 'crc32'"
+            )
+        return checksum
+
+    @field_validator("sink")
+    @classmethod
+    def _sink_is_a_name(cls, sink: str | None) -> str | None:
+        if sink is not None and not re.fullmatch(r"[\w.]+:[\w.]+", sink):
+            raise ValueError(f"sink {sink!r}: give 'package.module:function'")
+        return sink
+
+    @property
+    def save_roots(self) -> tuple[str, ...]:
+        """The directories below which files may be, made absolute."""
+        roots = (self.shared_storage_path, *self.custom_save_roots)
+        return tuple(os.path.abspath(root) for root in roots)
 
     def compute_hash(self) -> str:
         """Hash of what changes the computation graph: the ids and their order."""
         factors = str(("hidden_states", self.layer_ids)).encode()
         return safe_hash(factors, usedforsecurity=False).hexdigest()
+
+
+def _is_utf_8(path: str) -> bool:
+    # Paths are handed out in responses; a name on a disk may be any bytes.
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def extracts_hidden_states(

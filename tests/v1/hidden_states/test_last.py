@@ -14,9 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm.v1.hidden_states.admission import refuses
 from vllm.v1.hidden_states.client import last_hidden_state
 from vllm.v1.hidden_states.last import LastHiddenStateCapture, StepVectors
-from vllm.v1.hidden_states.last_output import add_last_hidden_state, refuses
+from vllm.v1.hidden_states.last_output import add_last_hidden_state
 from vllm.v1.hidden_states.last_request import LastHiddenStateRequest
 from vllm.v1.hidden_states.runner import RunnerCapture
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the last hidden state out of a response. Needs NumPy alone."""
+"""Reads hidden states out of a response. The last one needs NumPy alone."""
 
 import base64
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ import numpy as np
 
 FIELD = "kv_transfer_params"
 VECTOR = "last_hidden_state"
+ROWS = "hidden_states"
 
 
 def last_hidden_state(response: Any) -> np.ndarray:
@@ -31,11 +32,7 @@ def last_hidden_state(response: Any) -> np.ndarray:
         >>> last_hidden_state(response)
         array([ 0.5, -1. ], dtype=float32)
     """
-    if isinstance(response, Mapping):
-        params = response.get(FIELD)
-    else:
-        params = getattr(response, FIELD, None)
-    params = params or {}
+    params = _params(response)
     vector = params.get(VECTOR)
     if vector is None:
         reason = params.get(
@@ -47,3 +44,42 @@ def last_hidden_state(response: Any) -> np.ndarray:
     if isinstance(vector, str):
         return np.frombuffer(base64.b64decode(vector), dtype="<f4").astype(np.float32)
     return np.array(vector, dtype=np.float32)
+
+
+def hidden_states(response: Any) -> dict[str, Any]:
+    """The rows of a request that asked for ``return_inline``.
+
+    Args:
+        response: As of ``last_hidden_state``.
+
+    Returns:
+        As ``load_hidden_states`` does: ``hidden_states`` ``[num_tokens, num_layers,
+        hidden_size]`` in the model's dtype, and ``token_ids`` ``[num_tokens]`` int64;
+        tensors of PyTorch.
+
+    Raises:
+        LookupError: if there are none, with the server's reason if it gave one.
+    """
+    import torch
+
+    params = _params(response)
+    told = params.get(ROWS)
+    if told is None:
+        reason = params.get(
+            f"{ROWS}_error",
+            f"no {ROWS!r} in its {FIELD}; a request asks for them by "
+            f'"{FIELD}": {{"return_inline": true}}',
+        )
+        raise LookupError(f"this response has no hidden states: {reason}")
+    data = bytearray(base64.b64decode(told["data"]))
+    rows = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, told["dtype"]))
+    return {
+        "hidden_states": rows.view(told["shape"]),
+        "token_ids": torch.tensor(told["token_ids"], dtype=torch.int64),
+    }
+
+
+def _params(response: Any) -> Mapping[str, Any]:
+    if isinstance(response, Mapping):
+        return response.get(FIELD) or {}
+    return getattr(response, FIELD, None) or {}

@@ -6,7 +6,6 @@ has may stand there: the Rust front end takes nothing else.
 """
 
 import base64
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,65 +14,12 @@ from vllm.v1.hidden_states.client import VECTOR
 from vllm.v1.hidden_states.last import StepVectors
 from vllm.v1.hidden_states.last_request import (
     BASE64,
-    ENCODING,
-    FLAG,
     NORMALIZE,
     LastHiddenStateRequest,
-    parse_last_request,
-    refuse_several_tokens,
 )
-from vllm.v1.hidden_states.request import RequestError
 
 METADATA = f"{VECTOR}_metadata"
 ERROR = f"{VECTOR}_error"
-
-
-def refuses(engine_core: Any, request: Any) -> bool:
-    """Keep what an engine's request says of its last hidden state apart.
-
-    A connector sees its own parameters only, and none where there are no others. What
-    is not valid has passed a front end that does not know of it (the Rust one): it
-    ends at once, and says so where the vector would be.
-    """
-    options = request.kv_transfer_params
-    if not isinstance(options, Mapping):
-        return False
-    ours = (FLAG, ENCODING, NORMALIZE)
-    if FLAG in options:
-        others = {key: value for key, value in options.items() if key not in ours}
-        request.kv_transfer_params = others or None
-    if request.abort_immediately:
-        # A front end has refused it, and a connector has to hear of that.
-        return False
-    try:
-        request.last_hidden_state = parse_last_request(options)
-        if request.last_hidden_state is not None:
-            refuse_several_tokens(request.sampling_params)
-    except RequestError as error:
-        if not hasattr(engine_core, "output_queue"):
-            raise  # an engine in its caller's process, who has passed it by hand
-        _end(engine_core, request, str(error))
-        return True
-    return False
-
-
-def _end(engine_core: Any, request: Any, cause: str) -> None:
-    """End a request that no scheduler has seen.
-
-    As aborted: of what ended with an error the Rust front end hands on nothing.
-    """
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-    output = EngineCoreOutput(
-        request.request_id,
-        [],
-        finish_reason=FinishReason.ABORT,
-        kv_transfer_params={ERROR: cause},
-    )
-    outputs = EngineCoreOutputs(
-        finished_requests={request.request_id}, outputs=[output]
-    )
-    engine_core.output_queue.put_nowait((request.client_index, outputs))
 
 
 def add_last_hidden_state(

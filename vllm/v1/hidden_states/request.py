@@ -6,6 +6,7 @@ queued (HTTP 400), and by the engine, which another front end may reach unchecke
 """
 
 import difflib
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ PARAMS_KEY = "kv_transfer_params"
 EXTRACT = "extract_hidden_states"
 LAYERS = "hidden_states_layers"
 OUTPUT = "include_output_tokens"
-OPTIONS = (EXTRACT, LAYERS, OUTPUT)
+PATH = "hidden_states_path"
+INLINE = "return_inline"
+OPTIONS = (EXTRACT, LAYERS, OUTPUT, PATH, INLINE)
 
 # In a request's extra_args, by the front end: requests that are left out.
 MARK = "hidden_states_left_out"
@@ -32,6 +35,7 @@ PART_OF_ANOTHER = {MARK: ("part of another request",)}
 
 # More than any use of options needs; what is beyond costs time, or the engine's life
 # (its processes exchange requests by recursive means).
+MAX_PATH = 1024  # bytes
 MAX_KEYS = 64
 MAX_KEY_LENGTH = 100
 MAX_DEPTH = 16
@@ -69,6 +73,12 @@ class HiddenStatesRequest:
     include_output_tokens: bool
     """Also rows of the output's tokens but for the last, which never is an input."""
 
+    path: str | None = None
+    """Where the client wants its file; absolute. None leaves it to the engine."""
+
+    is_inline: bool = False
+    """The response carries the rows, and no file is made."""
+
 
 def parse_request(
     params: Any, config: "HiddenStatesConfig"
@@ -86,9 +96,37 @@ def parse_request(
     extract = _flag(params, EXTRACT, config.extract_by_default)
     include_output_tokens = _flag(params, OUTPUT, False)
     columns = _columns(params.get(LAYERS), config.layer_ids)
+    path = _path(params.get(PATH), config)
+    is_inline = _flag(params, INLINE, False)
+    if is_inline and path is not None:
+        raise RequestError(INLINE, True, f"no file is made then; valid: no {PATH}")
     if not extract:
         return None
-    return HiddenStatesRequest(columns, include_output_tokens)
+    return HiddenStatesRequest(columns, include_output_tokens, path, is_inline)
+
+
+def refuse_beyond_inline(
+    asked: HiddenStatesRequest, num_tokens: int, bytes_per_row: int, limit: int
+) -> None:
+    """Refuse rows in the response that are more than it may carry.
+
+    Args:
+        asked: By the request.
+        num_tokens: The most that the request can have rows for.
+        bytes_per_row: Of its layers.
+        limit: The engine's, in bytes.
+
+    Raises:
+        RequestError: with the sizes.
+    """
+    num_bytes = num_tokens * bytes_per_row
+    if asked.is_inline and num_bytes > limit:
+        raise RequestError(
+            INLINE,
+            True,
+            f"its hidden states take up to {num_bytes} bytes ({num_tokens} tokens); "
+            f"valid: at most {limit} (the engine's max_inline_bytes)",
+        )
 
 
 def is_left_out(request: Any) -> bool:
@@ -117,6 +155,8 @@ def refuse_what_cannot_travel(params: Any) -> None:
                 inner += value
             elif isinstance(value, str) and not _is_unicode(value):
                 raise RequestError("", params, "it holds text that is no Unicode")
+            elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+                raise RequestError("", value, "it holds an integer beyond 64 bits")
         if not inner:
             return
         level = inner
@@ -163,6 +203,28 @@ def _flag(params: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise RequestError(name, value, "not a boolean; valid: true, false")
     return value
+
+
+def _path(path: Any, config: "HiddenStatesConfig") -> str | None:
+    """Where a client's file goes; symbolic links are looked at when it is made."""
+    if path is None:
+        return None
+    if not config.allow_custom_save_path:
+        raise RequestError(
+            PATH, path, "this engine chooses the paths (allow_custom_save_path)"
+        )
+    roots = config.save_roots
+    valid = f"valid: a path that ends in .safetensors, below {', '.join(roots)}"
+    if not isinstance(path, str) or not path.endswith(".safetensors"):
+        raise RequestError(PATH, path, valid)
+    if "\0" in path or not _is_unicode(path) or len(path.encode()) > MAX_PATH:
+        raise RequestError(PATH, path, f"with NUL, no Unicode, or too long; {valid}")
+    full = os.path.normpath(os.path.join(roots[0], path))
+    if not any(full.startswith(os.path.join(root, "")) for root in roots):
+        raise RequestError(PATH, path, f"elsewhere; {valid}")
+    if not os.path.basename(full).removesuffix(".safetensors"):
+        raise RequestError(PATH, path, f"without a name; {valid}")
+    return full
 
 
 def _columns(layers: Any, layer_ids: tuple[int, ...]) -> tuple[int, ...] | None:

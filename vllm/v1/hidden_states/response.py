@@ -6,10 +6,9 @@ It comes once, with the engine's last output of the request, in the output's
 need it elsewhere.
 """
 
-from http import HTTPStatus
 from typing import Any
 
-from vllm.v1.hidden_states.last_output import ERROR
+from vllm.v1.hidden_states.admission import http_error
 
 
 def keep_transfer_params(
@@ -24,21 +23,16 @@ def keep_transfer_params(
         request_state: The front end's, of one choice.
         params: The engine's word on it in this output.
     """
-    if params is not None and ERROR in params and request_state.queue is not None:
-        request_state.queue.put(_no_vector(params[ERROR]))
+    if params is not None and request_state.queue is not None:
+        error = http_error(params)
+        if error is not None:
+            request_state.queue.put(error)
     parent = request_state.parent_req
     if parent is None:
         return params
     if params is not None:
         parent.kv_transfer_params = params
     return getattr(parent, "kv_transfer_params", None)
-
-
-def _no_vector(cause: str) -> Exception:
-    """What a server answers with HTTP 500: without its vector there is no answer."""
-    from vllm.exceptions import GracefulHTTPError
-
-    return GracefulHTTPError(cause, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def add_to_choice(choice: Any, result: Any, output: Any, request: Any) -> None:

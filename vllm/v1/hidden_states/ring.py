@@ -7,6 +7,7 @@ stays bounded, and nothing is dropped.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ class Slot:
     """
 
     def __init__(self, ring: "Ring", shape: tuple[int, int, int], dtype: torch.dtype):
-        self._ring = ring
+        self.ring = ring
         on_host = ring.device.type == "cpu"
         self.device_rows = torch.empty(shape, dtype=dtype, device=ring.device)
         self.host_rows = (
@@ -66,11 +67,11 @@ class Slot:
             pack_rows([positions], spans, self._device_positions[:, None])
         if self._copied is None:
             return
-        copy_stream = self._ring.copy_stream
+        copy_stream = self.ring.copy_stream
         # The copy starts when the pack is done; the next pack into this slot comes
         # after its release, so after the copy.
-        copy_stream.wait_stream(self._ring.device_module.current_stream())
-        with self._ring.device_module.stream(copy_stream):
+        copy_stream.wait_stream(self.ring.device_module.current_stream())
+        with self.ring.device_module.stream(copy_stream):
             self.host_rows[:num_rows].copy_(
                 self.device_rows[:num_rows], non_blocking=True
             )
@@ -110,11 +111,11 @@ class Slot:
 
     def retain(self, num_users: int) -> None:
         """Add users to a slot that has at least one."""
-        self._ring.retain(self, num_users)
+        self.ring.retain(self, num_users)
 
     def release(self) -> None:
         """One user is done; after the last, the slot is free."""
-        self._ring.release(self)
+        self.ring.release(self)
 
 
 class Ring:
@@ -145,6 +146,7 @@ class Ring:
         self.num_slots = num_slots
         self._free = [Slot(self, shape, dtype) for _ in range(num_slots)]
         self._changed = threading.Condition()
+        self._waited = 0.0
 
     @property
     def num_free(self) -> int:
@@ -155,10 +157,19 @@ class Ring:
     def acquire(self) -> Slot:
         """A free slot with one user; waits until there is one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free)
+            if not self._free:
+                start = time.monotonic()
+                self._changed.wait_for(lambda: self._free)
+                self._waited += time.monotonic() - start
             slot = self._free.pop()
             slot.num_users = 1
             return slot
+
+    def take_waited(self) -> float:
+        """Seconds for which steps have waited for a slot, since the last time."""
+        with self._changed:
+            waited, self._waited = self._waited, 0.0
+        return waited
 
     def retain(self, slot: Slot, num_users: int) -> None:
         """Add users to a slot that has at least one."""

@@ -7,28 +7,35 @@ their rows from the model runner's ``HiddenStateCapture``, in the step that comp
 them, and hands them to its writer threads. See ``docs/design/hidden_states.md``.
 
 The scheduler side:
+    refusal() - whether there is room for what the request will store
     on_new_request() - the request will compute all its tokens, also cached ones
     build_connector_meta() - files of newly scheduled requests, and unwanted ones
-    take_failures() - what the workers could not do, before requests finish
+    hear_workers() - failures, and rows for responses, before requests finish
     ends_by_text() - whether a stop string ends the request, as the front end will find
-    request_finished() - the path, or the error, for the request's output
+    request_finished() - the path, the rows, or the error, for the request's output
+    abandon() - a client has given up, perhaps while its answer is on the way
 
 The worker side:
     bind_connector_metadata() - opens the new requests' files
     wanted, receive(), fail_wanted() - the RowReceiver of HiddenStateCapture
-    build_connector_worker_meta() - reports failures
+    build_connector_worker_meta() - reports failures, and rows for responses
+    get_kv_connector_stats() - what has been counted
     get_finished() - lets go of finished requests, removes what nobody will fetch
     shutdown() - completes what can be completed, withdraws the rest
 """
 
+import base64
 import hashlib
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -42,8 +49,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
+    HEADER_ROOM,
+    FileOptions,
     HiddenStatesError,
-    HiddenStatesFile,
     HiddenStatesTimeoutError,
     cleanup_hidden_states,
     load_hidden_states,
@@ -51,10 +59,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_metadata import (
     HiddenStatesConnectorMetadata,
     HiddenStatesWorkerMetadata,
+    InlineRows,
     NewFile,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_sink import (
+    FileSink,
+    InlineSink,
+    OpenSink,
+    Outbox,
+    Sink,
+    SinkRequest,
+    WholeTensorSink,
+    confine,
+    find_sink,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_stats import (
+    HiddenStatesPromMetrics,
+    HiddenStatesStats,
+    StatsCollector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_storage import (
+    StorageKeeper,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
-    FileWriter,
+    RequestWriter,
 )
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -66,8 +94,9 @@ from vllm.v1.hidden_states.request import (
     RequestError,
     is_left_out,
     parse_request,
+    refuse_beyond_inline,
 )
-from vllm.v1.hidden_states.ring import Slot
+from vllm.v1.hidden_states.ring import Ring, Slot
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -90,6 +119,10 @@ __all__ = [
 
 logger = init_logger(__name__)
 
+# How many ended requests are remembered whose client may yet turn out to be gone.
+MAX_RECENT = 4096
+# Seconds for leaving notes, at a shutdown, about what is not complete.
+GIVE_UP_TIMEOUT = 0.5
 # Bytes of a request id that stand in its file's name as they are; most file systems
 # allow 255 for the whole name.
 MAX_NAME = 150
@@ -109,8 +142,13 @@ class _Extraction:
     """None where the request's options are not valid."""
     path: str
     prompt_token_ids: np.ndarray
+    num_bytes: int = 0
+    """What it will store."""
+    has_room: bool = False
     failure: str | None = None
     stop: IncrementalDetokenizer | None = None
+    rows: bytearray | None = None
+    """For the response."""
 
 
 def extract_from_kv_cache(
@@ -167,10 +205,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "EngineArgs.create_engine_config() makes from the speculative config "
                 "or the connector's layer_ids"
             )
-        if hasattr(self, "_write_tensors"):
+        if config.checksum is not None and hasattr(self, "_write_tensors"):
             raise ValueError(
-                f"{type(self).__name__} overrides _write_tensors, which is never "
-                "called: rows are streamed to the file. Valid: a connector without it"
+                f"checksum {config.checksum!r}: {type(self).__name__} overrides "
+                "_write_tensors, and its files are its own; valid: none"
             )
         self.config = config
         self._storage_path = os.path.abspath(config.shared_storage_path)
@@ -181,6 +219,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._init_worker_side()
             if self.is_writer:
                 _check_storage_path(self._storage_path)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """None for rows that are streamed, which are in no KV cache.
+
+        Connectors that read the stock KV group ask this class for its layout: there
+        all layers of a token lie together.
+        """
+        return None if vllm_config.hidden_states_config is not None else "LBNHC"
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -195,33 +242,135 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # Now, as it may take seconds; it is None with skip_tokenizer_init.
         self._tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
         self._extractions: dict[str, _Extraction] = {}
+        self._bytes_per_value = model_dtype(self._vllm_config).itemsize
+        self._keeper = StorageKeeper(
+            self.config.save_roots,
+            is_deep=self.config.allow_custom_save_path,
+            max_stored_bytes=self.config.max_stored_bytes,
+            max_age_s=self.config.max_age_s,
+            keep_locks=self.config.keep_lock_files,
+        )
+        if self.config.sink is None:
+            self._keeper.start()
+        self._recent: OrderedDict[str, str] = OrderedDict()
+        self._abandoned: dict[str, str] = {}
+        # For room within max_stored_bytes, in the order in which they came.
+        self._waiting: dict[str, Request] = {}
         # Those that no worker knows of yet: most steps have none.
         self._unannounced: set[str] = set()
         self._unwanted: set[str] = set()
         self._finished: dict[str, np.ndarray] = {}
+
+    def refusal(self, request: "Request") -> tuple[str, int] | None:
+        """Why a request cannot be taken, and the HTTP status that says so."""
+        try:
+            asked = parse_request(request.kv_transfer_params, self.config)
+            if asked is None or is_left_out(request):
+                return None
+        except RequestError:
+            return None  # its response will say so
+        try:
+            return self._lacks_room(asked, request)
+        except RequestError as error:
+            return str(error), HTTPStatus.BAD_REQUEST
+
+    def _lacks_room(
+        self, asked: HiddenStatesRequest, request: "Request"
+    ) -> tuple[str, int] | None:
+        if asked.path is not None and any(
+            live.path == asked.path for live in self._extractions.values()
+        ):
+            cause = f"{asked.path!r} is another request's that still runs"
+            return cause, HTTPStatus.CONFLICT
+        num_rows = self._max_rows(asked, request)
+        bytes_per_row = self._bytes_per_row(asked)
+        if asked.is_inline:
+            limit = self.config.max_inline_bytes
+            refuse_beyond_inline(asked, num_rows, bytes_per_row, limit)
+            return None
+        full = self._keeper.cannot_hold(self._stored_bytes(asked, request))
+        if full is None or self._may_wait(asked, request):
+            return None
+        return full, HTTPStatus.SERVICE_UNAVAILABLE
+
+    def _may_wait(self, asked: HiddenStatesRequest, request: "Request") -> bool:
+        limit = self.config.max_stored_bytes
+        return self.config.when_full == "wait" and (
+            limit is None or self._stored_bytes(asked, request) <= limit
+        )
+
+    def _max_rows(self, asked: HiddenStatesRequest, request: "Request") -> int:
+        if not asked.include_output_tokens:
+            return request.num_prompt_tokens
+        limit = self._vllm_config.model_config.max_model_len
+        return min(request.num_prompt_tokens + request.max_tokens - 1, limit)
+
+    def _bytes_per_row(self, asked: HiddenStatesRequest) -> int:
+        layers = self.config.layer_ids if asked.columns is None else asked.columns
+        hidden_size = self._vllm_config.model_config.get_hidden_size()
+        return len(layers) * hidden_size * self._bytes_per_value
+
+    def _stored_bytes(self, asked: HiddenStatesRequest, request: "Request") -> int:
+        if asked.is_inline or self.config.sink is not None:
+            return 0
+        bytes_per_row = self._bytes_per_row(asked) + 8  # and the token id
+        return HEADER_ROOM + self._max_rows(asked, request) * bytes_per_row
 
     def on_new_request(self, request: "Request") -> None:
         request_id = request.request_id
         failure = None
         try:
             asked = parse_request(request.kv_transfer_params, self.config)
+            if asked is not None and not is_left_out(request):
+                # Of an engine in its caller's process, that has nobody to refuse it.
+                failure, _ = self._lacks_room(asked, request) or (None, 0)
         except RequestError as error:  # of a front end that does not check
             asked, failure = None, str(error)
-        if failure is None and (asked is None or is_left_out(request)):
+        if failure is not None:
+            asked = None
+        elif asked is None or is_left_out(request):
             return
-        if asked is not None:
-            # A row that the prefix cache spares us is a row that is not computed. The
-            # request still fills the cache for others.
-            request.skip_reading_prefix_cache = True
-        self._extractions[request_id] = _Extraction(
+        extraction = _Extraction(
             asked,
             os.path.join(self._storage_path, file_name(request_id)),
             _prompt_token_ids(request),
             failure=failure,
-            stop=self._make_stop(request) if asked is not None else None,
         )
-        if asked is not None:
-            self._unannounced.add(request_id)
+        self._extractions[request_id] = extraction
+        if asked is None:
+            return
+        extraction.stop = self._make_stop(request)
+        extraction.path = asked.path or extraction.path
+        extraction.rows = bytearray() if asked.is_inline else None
+        extraction.num_bytes = self._stored_bytes(asked, request)
+        if self._waiting or not self._take_room(extraction, request):
+            self._waiting[request_id] = request
+            # A request that skips the prefix cache cannot be held back by us.
+            request.skip_reading_prefix_cache = False
+        self._unannounced.add(request_id)
+
+    def _take_room(self, extraction: _Extraction, request: "Request") -> bool:
+        if extraction.num_bytes:
+            if self._keeper.cannot_hold(extraction.num_bytes) is not None:
+                return False
+            self._keeper.reserve(extraction.path, extraction.num_bytes)
+        extraction.has_room = True
+        # A row that the prefix cache spares us is a row that is not computed. The
+        # request still fills the cache for others.
+        request.skip_reading_prefix_cache = True
+        return True
+
+    def _give_room(self) -> None:
+        """Let the request that waits longest have what room there is.
+
+        Between two looks of the scheduler: it must not have looked into the prefix
+        cache for a request already when that turns out to have room.
+        """
+        while self._waiting:
+            request_id, request = next(iter(self._waiting.items()))
+            if not self._take_room(self._extractions[request_id], request):
+                return
+            del self._waiting[request_id]
 
     def _make_stop(self, request: "Request") -> IncrementalDetokenizer | None:
         """Finds the request's stop strings; None where it has none.
@@ -263,6 +412,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if request.request_id in self._waiting:
+            return None, False  # the scheduler asks again
         return 0, False  # nothing is ever loaded
 
     def update_state_after_alloc(
@@ -273,11 +424,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: "SchedulerOutput"
     ) -> KVConnectorMetadata:
+        self._give_room()
         metadata = HiddenStatesConnectorMetadata(
-            unwanted=self._unwanted, finished=self._finished
+            unwanted=self._unwanted,
+            finished=self._finished,
+            abandoned=self._abandoned,
         )
         self._unwanted = set()
         self._finished = {}
+        self._abandoned = {}
         if self._unannounced:
             for request_id in scheduler_output.num_scheduled_tokens:
                 if request_id not in self._unannounced:
@@ -292,15 +447,40 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                         extraction.prompt_token_ids,
                         extraction.asked.columns,
                         extraction.asked.include_output_tokens,
+                        extraction.asked.path is not None,
+                        extraction.asked.is_inline,
                     )
                 )
         return metadata
 
-    def take_failures(self, metadata: HiddenStatesWorkerMetadata) -> None:
-        """Remember failures of requests that are still alive."""
+    def hear_workers(self, metadata: HiddenStatesWorkerMetadata) -> None:
+        """Remember failures, and rows, of requests that are still alive."""
+        metadata.settle()
         for request_id, cause in metadata.failures.items():
             if request_id in self._extractions:
                 self._extractions[request_id].failure = cause
+        for request_id, position, data in metadata.rows:
+            extraction = self._extractions.get(request_id)
+            if extraction is not None and extraction.rows is not None:
+                assert extraction.asked is not None
+                first = position * self._bytes_per_row(extraction.asked)
+                extraction.rows[first : first + len(data)] = data
+
+    def abandon(self, request_ids: Iterable[str]) -> None:
+        """These are aborted; some may have ended, and nobody has read their answer."""
+        for request_id in request_ids:
+            path = self._recent.pop(request_id, None)
+            # A path that a client chose may be another request's by now.
+            if path is not None and not self._is_taken(path):
+                self._abandoned[request_id] = path
+
+    def _is_taken(self, path: str) -> bool:
+        live = (extraction.path for extraction in self._extractions.values())
+        return path in live or path in self._recent.values()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether workers have to be told something, in a step without tokens."""
+        return bool(self._abandoned)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -309,6 +489,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         extraction = self._extractions.pop(request_id, None)
         if extraction is None:
             return False, None
+        self._waiting.pop(request_id, None)
+        if extraction.has_room:
+            self._keeper.settle(extraction.path)
         has_output = request.status in WITH_OUTPUT
         if extraction.asked is None or request_id in self._unannounced:
             self._unannounced.discard(request_id)
@@ -321,15 +504,41 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             # The client has the cause, and no path by which to remove the note.
             self._unwanted.add(request_id)
             return False, {"hidden_states_error": extraction.failure}
+        token_ids = extraction.prompt_token_ids
         if extraction.asked.include_output_tokens:
             # The last token never was an input.
-            self._finished[request_id] = np.concatenate(
-                [
-                    extraction.prompt_token_ids,
-                    np.asarray(request.output_token_ids[:-1], np.int64),
-                ]
-            )
+            output = np.asarray(request.output_token_ids[:-1], np.int64)
+            token_ids = np.concatenate([token_ids, output])
+            self._finished[request_id] = token_ids
+        if extraction.rows is not None:
+            return False, self._inline(extraction, token_ids)
+        self._recent[request_id] = extraction.path
+        if len(self._recent) > MAX_RECENT:
+            self._recent.popitem(last=False)
         return False, {"hidden_states_path": extraction.path}
+
+    def _inline(self, extraction: _Extraction, token_ids: np.ndarray) -> dict[str, Any]:
+        """What a response has in place of a path."""
+        asked, rows = extraction.asked, extraction.rows
+        assert asked is not None and rows is not None
+        num_bytes = len(token_ids) * self._bytes_per_row(asked)
+        if len(rows) < num_bytes:
+            cause = f"{len(rows)} bytes of {num_bytes} have come from the worker"
+            return {"hidden_states_error": cause}
+        layer_ids = self.config.layer_ids
+        if asked.columns is not None:
+            layer_ids = tuple(layer_ids[column] for column in asked.columns)
+        hidden_size = self._vllm_config.model_config.get_hidden_size()
+        return {
+            "hidden_states": {
+                "data": base64.b64encode(memoryview(rows)[:num_bytes]).decode("ascii"),
+                "encoding_format": "base64",
+                "dtype": str(model_dtype(self._vllm_config)).removeprefix("torch."),
+                "shape": [len(token_ids), len(layer_ids), hidden_size],
+                "layer_ids": list(layer_ids),
+                "token_ids": token_ids.tolist(),
+            }
+        }
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -354,8 +563,22 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self.config.num_writer_threads, thread_name_prefix="hidden-states-writer"
         )
         self.is_registered = False
+        self._file_options = FileOptions(
+            use_lock=self.config.use_synchronization_lock,
+            fsync=self.config.fsync,
+            checksum=self.config.checksum,
+            mode=int(self.config.file_mode, 8),
+        )
+        self._third_party_sink: OpenSink | None = (
+            None if self.config.sink is None else find_sink(self.config.sink)
+        )
+        self._outbox = Outbox()
+        self._stats = StatsCollector()
+        self._ring: Ring | None = None
         # All of live requests, complete or not: an abort removes complete ones too.
-        self._writers: dict[str, FileWriter] = {}
+        self._writers: dict[str, RequestWriter] = {}
+        # Of requests that have ended, until they are done.
+        self._ending: dict[str, RequestWriter] = {}
         self._new_files: dict[str, NewFile] = {}
         self._opening: list[Future[None]] = []
         # Ids of finished requests that others have by now.
@@ -383,14 +606,14 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 # An id used again at once: first the end of what had it before.
                 self._let_go(new.request_id, connector_metadata).drain()
                 self._replaced.add(new.request_id)
-            writer = FileWriter(
+            self._stats.began()
+            writer = RequestWriter(
                 self._pool,
-                HiddenStatesFile(
-                    new.path, new.request_id, self.config.use_synchronization_lock
-                ),
-                (len(self._layer_ids(new)), self._hidden_size),
-                self._dtype,
+                self._sink_request(new),
+                self._open_sink_of(new),
                 new.columns,
+                self._stats,
+                new.is_inline,
             )
             # Runs beside the forward; build_connector_worker_meta waits for it.
             self._opening.append(writer.open())
@@ -400,15 +623,49 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 sys.maxsize if new.include_output_tokens else len(new.token_ids)
             )
 
-    def _layer_ids(self, new: NewFile) -> list[int]:
-        """The layers of a file, in the order of its columns."""
-        if new.columns is None:
-            return list(self.config.layer_ids)
-        return [self.config.layer_ids[column] for column in new.columns]
+    def _sink_request(self, new: NewFile) -> SinkRequest:
+        layer_ids = self.config.layer_ids
+        if new.columns is not None:
+            layer_ids = tuple(layer_ids[column] for column in new.columns)
+        return SinkRequest(
+            new.request_id,
+            new.path,
+            new.token_ids,
+            None if new.include_output_tokens else len(new.token_ids),
+            layer_ids,
+            self._vllm_config.model_config.get_hidden_size(),
+            self._dtype,
+            self._metadata
+            | {
+                "layer_ids": str(list(layer_ids)),
+                "num_prompt_tokens": str(len(new.token_ids)),
+            },
+        )
 
-    @property
-    def _hidden_size(self) -> int:
-        return self._vllm_config.model_config.get_hidden_size()
+    def _open_sink_of(self, new: NewFile) -> OpenSink:
+        """What makes a request's sink, in a writer's thread."""
+        write_tensors = getattr(self, "_write_tensors", None)
+
+        def open_sink(request: SinkRequest) -> Sink:
+            if new.is_inline:
+                return InlineSink(request, self._outbox)
+            roots = self.config.save_roots if new.is_custom_path else None
+            if write_tensors is not None:
+                return WholeTensorSink(
+                    request, self._file_options, write_tensors, roots
+                )
+            return FileSink(request, self._file_options, roots)
+
+        third_party = self._third_party_sink
+        if new.is_inline or third_party is None:
+            return open_sink
+
+        def open_third_party(request: SinkRequest) -> Sink:
+            if new.is_custom_path:
+                confine(request.path, self.config.save_roots)
+            return third_party(request)
+
+        return open_third_party
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Nothing is ever loaded."""
@@ -430,6 +687,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def receive(self, spans: Sequence[Span], slot: Slot) -> None:
         """Hand the spans' rows to the writers (see ``RowReceiver``)."""
+        self._ring = slot.ring
         slot.retain(len(spans))
         slot_row = 0
         for span in spans:
@@ -440,16 +698,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 self._complete(request_id, self._new_files[request_id].token_ids)
 
     def _complete(self, request_id: str, token_ids: np.ndarray) -> None:
-        """All rows of a file have been handed to its writer."""
-        new = self._stop_wanting(request_id)
-        self._writers[request_id].finish(
-            token_ids,
-            self._metadata
-            | {
-                "layer_ids": str(self._layer_ids(new)),
-                "num_prompt_tokens": str(len(new.token_ids)),
-            },
-        )
+        """All rows of a request have been handed to its writer."""
+        self._stop_wanting(request_id)
+        self._writers[request_id].finish(token_ids)
 
     def fail_wanted(self, cause: str) -> None:
         """No rows will come for the requests in ``wanted``."""
@@ -472,11 +723,34 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             if request_id in self._writers:
                 self._let_go(request_id, metadata)
         self._replaced.clear()
+        for request_id, path in metadata.abandoned.items():
+            self._abandon(request_id, path)
+        self._ending = {
+            request_id: writer
+            for request_id, writer in self._ending.items()
+            if not writer.is_idle
+        }
         return None, None
+
+    def _abandon(self, request_id: str, path: str) -> None:
+        """Nobody has read a request's answer: take back what was told in it."""
+        if not self.is_writer or self._third_party_sink is not None:
+            return  # a sink of others is theirs once it is finished
+        if request_id in self._ending:
+            self._ending[request_id].remove()
+            return
+        writers = [*self._writers.values(), *self._ending.values()]
+        if any(writer.request.path == path for writer in writers):
+            return  # a path that a client chose, and has chosen again
+        self._stats.aborted()
+        try:
+            self._pool.submit(_clean_up, path)
+        except RuntimeError:  # no more threads
+            _clean_up(path)
 
     def _let_go(
         self, request_id: str, metadata: HiddenStatesConnectorMetadata
-    ) -> FileWriter:
+    ) -> RequestWriter:
         """A request has finished: its file's end is known."""
         writer = self._writers[request_id]
         if request_id in self.wanted:
@@ -490,7 +764,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                     )
         if request_id in metadata.unwanted:
             writer.remove()
-        del self._writers[request_id]
+        self._ending[request_id] = self._writers.pop(request_id)
         return writer
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -498,18 +772,85 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         for opening in self._opening:
             opening.result()
         self._opening.clear()
-        failures = {
-            request_id: writer.failure
+        failures = _failures(self._writers)
+        inline = {
+            request_id: writer
             for request_id, writer in self._writers.items()
-            if writer.failure is not None
+            if writer.is_inline
         }
-        return HiddenStatesWorkerMetadata(failures) if failures else None
+        if not inline:
+            return HiddenStatesWorkerMetadata(failures) if failures else None
+
+        def collect() -> tuple[dict[str, str], list[InlineRows]]:
+            for writer in inline.values():
+                writer.drain()
+            return _failures(inline), self._outbox.take()
+
+        return HiddenStatesWorkerMetadata(failures, collect=collect)
+
+    def get_kv_connector_stats(self) -> HiddenStatesStats | None:
+        """What has been counted since the last time, in the worker that writes."""
+        if self._role != KVConnectorRole.WORKER or not self.is_writer:
+            return None
+        if self._ring is None:
+            return self._stats.take(0, 0.0)
+        in_use = self._ring.num_slots - self._ring.num_free
+        return self._stats.take(in_use, self._ring.take_waited())
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> HiddenStatesStats | None:
+        return HiddenStatesStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HiddenStatesPromMetrics:
+        return HiddenStatesPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     def shutdown(self) -> None:
         if self._role != KVConnectorRole.WORKER:
+            self._keeper.stop()
             return
-        self.fail_wanted("the engine was shut down before the prompt was computed")
-        self._pool.shutdown(wait=True)
+        cause = "the engine was shut down before the prompt was computed"
+        self.fail_wanted(cause)
+        writers = [*self._writers.values(), *self._ending.values()]
+        if not _wait_until_idle(writers, self.config.shutdown_timeout_s):
+            for writer in writers:
+                writer.give_up("the engine was shut down before all rows were written")
+            _wait_until_idle(writers, GIVE_UP_TIMEOUT)
+        self._pool.shutdown(wait=False)
+
+
+def _clean_up(path: str) -> None:
+    try:
+        cleanup_hidden_states(path)
+    except Exception as error:
+        logger.error("Cannot remove %s: %s", path, error)
+
+
+def _failures(writers: dict[str, RequestWriter]) -> dict[str, str]:
+    return {
+        request_id: writer.failure
+        for request_id, writer in writers.items()
+        if writer.failure is not None
+    }
+
+
+def _wait_until_idle(writers: Iterable[RequestWriter], timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while not all(writer.is_idle for writer in writers):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _prompt_token_ids(request: "Request") -> np.ndarray:

@@ -7,8 +7,10 @@ come, then closes the file with its header. What a reader can see at a path:
 - ``<path>.partial``: being written, exclusively ``flock``-ed by its writer. Readers
   never open it as data. Rows stand at their final offsets behind a room for the
   header.
-- ``<path>.lock``: exists, exclusively ``flock``-ed, until the file is complete or has
-  failed; then it goes. (Not with ``use_lock=False``.)
+- ``<path>.lock``: exclusively ``flock``-ed until the file is complete or has failed.
+  It stays for a while without a ``flock``: readers of other people's remove it
+  themselves when they had to wait for it, and fail where it is gone by then. (Not with
+  ``use_lock=False``.)
 - ``<path>``: complete. It appears by rename, so it is complete or not there.
 - ``<path>.error``: why there is no file, as JSON. It is the ``.partial`` renamed, so
   that it needs no space on a full disk.
@@ -21,10 +23,15 @@ length, JSON padded with spaces, tensors back to back).
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import stat
 import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +43,7 @@ FORMAT_VERSION = "1"
 PARTIAL_SUFFIX = ".partial"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
+WHOLE_SUFFIX = ".whole"
 
 # One page: room for the header, whose numbers are final only at the end, and for the
 # note that takes its place when the file fails. Rows start on a page boundary.
@@ -46,6 +54,30 @@ MAX_REQUEST_ID = 200
 MAX_CAUSE = 600
 # With a timeout there is no blocking flock; how often to ask, in seconds.
 POLL_INTERVAL = 0.01
+# How much of a file is read at once for its checksum, in bytes.
+CHECKSUM_BLOCK = 1 << 20
+
+VERSION_KEY = "hidden_states_format_version"
+# At the start of a file that is being written.
+MARK = json.dumps({VERSION_KEY: FORMAT_VERSION}).encode()
+CHECKSUM_KEY = "checksum"
+CHECKSUMS = ("crc32", "xxh3")
+
+# What an operator may do about a failure of the file system.
+ADVICE = {
+    errno.ENOSPC: "free space there, or bound what is stored by max_stored_bytes",
+    errno.EDQUOT: "free space there, or have the quota raised",
+    errno.EFBIG: "raise the server's limit of file sizes (ulimit -f)",
+    errno.EMFILE: "raise the server's limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files",
+    errno.EACCES: "let the server's user write to shared_storage_path",
+    errno.EPERM: "let the server's user write to shared_storage_path",
+    errno.EROFS: "mount shared_storage_path writable",
+    errno.ENOENT: "leave shared_storage_path alone while the server runs",
+    errno.ENOTDIR: "leave shared_storage_path alone while the server runs",
+    errno.EIO: "look at the health of the disk",
+    errno.ESTALE: "look at the health of the network file system",
+}
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -62,22 +94,62 @@ class HiddenStatesError(RuntimeError):
         path: The path that was handed out.
         cause: What went wrong, in a sentence.
         request_id: Of the request, where known.
+        advice: What an operator may do about it, where there is something.
     """
 
-    def __init__(self, path: str, cause: str, request_id: str | None = None):
+    def __init__(
+        self,
+        path: str,
+        cause: str,
+        request_id: str | None = None,
+        advice: str | None = None,
+    ):
         self.path = path
         self.cause = cause
         self.request_id = request_id
+        self.advice = advice
         request = f" of request {request_id}" if request_id else ""
-        super().__init__(f"no hidden states{request} at {path!r}: {cause}")
+        end = f" ({advice})" if advice else ""
+        super().__init__(f"no hidden states{request} at {path!r}: {cause}{end}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions are pickled by their message alone, which is not what they take.
-        return type(self), (self.path, self.cause, self.request_id)
+        return type(self), (self.path, self.cause, self.request_id, self.advice)
 
 
 class HiddenStatesTimeoutError(HiddenStatesError, TimeoutError):
     """The file was not complete in time; it may be later."""
+
+
+def advice_about(error: BaseException) -> str | None:
+    """What an operator may do about a failure, where that is known."""
+    return ADVICE.get(getattr(error, "errno", None) or 0)
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How files are made."""
+
+    use_lock: bool = True
+    """Hold ``<path>.lock`` until the file is complete."""
+
+    keep_lock: bool = True
+    """Leave ``<path>.lock`` behind, without a ``flock``: who waits for it may be
+    about to remove it, and fail where it is gone."""
+
+    fsync: bool = False
+    """Show a file only when it is on the disk, and would outlive a power failure."""
+
+    checksum: str | None = None
+    """One of ``CHECKSUMS``, of all that follows the header; None for none."""
+
+    mode: int = 0o600
+    """Of files; directories can be searched by those who may read their files."""
+
+    @property
+    def directory_mode(self) -> int:
+        """Of directories that are made."""
+        return 0o700 | self.mode | (self.mode & 0o444) >> 2
 
 
 class HiddenStatesFile:
@@ -86,39 +158,51 @@ class HiddenStatesFile:
     Args:
         path: Where the complete file will appear.
         request_id: Told to readers in metadata and errors.
-        use_lock: Hold ``<path>.lock`` until complete.
+        options: How it is made.
     """
 
-    def __init__(self, path: str, request_id: str, use_lock: bool = True):
+    def __init__(self, path: str, request_id: str, options: FileOptions | None = None):
         self.path = path
         self.request_id = request_id
-        self.use_lock = use_lock
+        self.options = options or FileOptions()
         self._fd = -1
         self._lock_fd = -1
+        # Device and inode of the complete file.
+        self._shown: tuple[int, int] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether it is being written: opened, not yet complete nor withdrawn."""
         return self._fd >= 0
 
-    def open(self) -> None:
+    def open(self, num_row_bytes: int = 0) -> None:
         """Take the lock and make the partial file.
+
+        Args:
+            num_row_bytes: Of all rows, where known: others who look at the directory
+                see how large the file will be.
 
         Raises:
             OSError: if that cannot be done; nothing is left behind.
         """
+        mode = self.options.mode
         try:
-            os.makedirs(os.path.dirname(self.path) or ".", mode=0o700, exist_ok=True)
-            if self.use_lock:
-                self._lock_fd = _create_and_lock(self.path + LOCK_SUFFIX)
-            self._fd = _create_and_lock(self.path + PARTIAL_SUFFIX)
+            self._make_directory()
+            if self.options.use_lock:
+                self._lock_fd = _create_and_lock(self.path + LOCK_SUFFIX, mode)
+            self._fd = _create_and_lock(self.path + PARTIAL_SUFFIX, mode)
             os.ftruncate(self._fd, 0)
-            # Room for a note about what fails later; a full disk shows here.
-            _write_at(self._fd, memoryview(bytes(HEADER_ROOM)), 0)
+            # Room for a note about what fails later; a full disk shows here. It says
+            # from the start whose file this is, or others' would be swept with it.
+            _write_at(self._fd, memoryview(MARK.ljust(HEADER_ROOM)), 0)
+            os.ftruncate(self._fd, HEADER_ROOM + num_row_bytes)
             # What an earlier request left at this path is not this one's.
             _unlink(self.path)
-            _unlink(self.path + ERROR_SUFFIX)
-        except OSError:
+            if os.path.lexists(self.path + ERROR_SUFFIX):
+                if not is_note(self.path + ERROR_SUFFIX):
+                    raise FileExistsError(f"{self.path + ERROR_SUFFIX!r} is no note")
+                _unlink(self.path + ERROR_SUFFIX)
+        except BaseException:
             self.withdraw()
             raise
 
@@ -146,13 +230,14 @@ class HiddenStatesFile:
         num_tokens = len(token_ids)
         rows_end = num_tokens * num_layers * hidden_size * dtype.itemsize
         token_bytes = np.ascontiguousarray(token_ids, "<i8").data.cast("B")
+        about = {
+            "format": "pt",
+            VERSION_KEY: FORMAT_VERSION,
+            "request_id": self.request_id[:MAX_REQUEST_ID],
+            **metadata,
+        }
         header = {
-            "__metadata__": {
-                "format": "pt",
-                "hidden_states_format_version": FORMAT_VERSION,
-                "request_id": self.request_id[:MAX_REQUEST_ID],
-                **metadata,
-            },
+            "__metadata__": about,
             "hidden_states": {
                 "dtype": DTYPE_NAMES[dtype],
                 "shape": [num_tokens, num_layers, hidden_size],
@@ -166,29 +251,83 @@ class HiddenStatesFile:
         }
         _write_at(self._fd, token_bytes, HEADER_ROOM + rows_end)
         os.ftruncate(self._fd, HEADER_ROOM + rows_end + len(token_bytes))
+        if self.options.checksum is not None:
+            # Of what stands in the file, not of what was meant to.
+            about[CHECKSUM_KEY] = _checksum(self._fd, self.options.checksum)
         size = HEADER_ROOM - 8
         text = _encoded(header).ljust(size)
         if len(text) > size:
             raise OSError(f"a header of {len(text)} bytes has no room in {size}")
         _write_at(self._fd, memoryview(size.to_bytes(8, "little") + text), 0)
         partial = self.path + PARTIAL_SUFFIX
+        if self.options.fsync:
+            os.fsync(self._fd)
         if not os.path.samestat(os.fstat(self._fd), os.stat(partial)):
             raise FileExistsError(f"{partial!r} has been replaced by another file")
         os.rename(partial, self.path)
-        self._close()  # from here on the file is its readers'
+        if self.options.fsync:
+            try:
+                _sync_directory(self.path)
+            except OSError:
+                # Not shown yet, then: what fails now may be done again, or fail.
+                os.rename(self.path, partial)
+                raise
+        self._shown = _identity(self._fd)
+        self._close(self.options.keep_lock)  # from here on it is its readers'
 
-    def fail(self, cause: str) -> None:
+    def finish_by(self, write: Callable[[str, int | None], None]) -> None:
+        """Show a file that somebody else writes, and drop the lock.
+
+        Args:
+            write: Takes the path to write to, and a descriptor of the lock, which it
+                closes; None where there is no lock.
+        """
+        whole = self.path + WHOLE_SUFFIX
+        _unlink(whole)  # a link there would lead the writer elsewhere
+        lock_fd = None
+        if self._lock_fd >= 0:
+            # Opened again, not duplicated: what others do to its flock is not ours.
+            lock_fd = os.open(
+                f"/proc/self/fd/{self._lock_fd}", os.O_RDWR | os.O_CLOEXEC
+            )
+        try:
+            try:
+                write(whole, lock_fd)
+            finally:
+                self._close_again(lock_fd)
+            os.chmod(whole, self.options.mode)
+            if self.options.fsync:
+                with open(whole, "rb") as file:
+                    os.fsync(file.fileno())
+            os.rename(whole, self.path)
+            if self.options.fsync:
+                try:
+                    _sync_directory(self.path)
+                except OSError:
+                    os.rename(self.path, whole)
+                    raise
+        except BaseException:
+            _unlink(whole)
+            raise
+        self._shown = _identity(self.path)
+        self._drop(self.options.keep_lock)  # the partial file has no rows
+
+    def _close_again(self, lock_fd: int | None) -> None:
+        """Close a descriptor of the lock that its user should have closed."""
+        with contextlib.suppress(OSError):  # it has
+            if lock_fd is not None and os.path.samestat(
+                os.fstat(lock_fd), os.fstat(self._lock_fd)
+            ):
+                os.close(lock_fd)
+
+    def fail(self, cause: str, advice: str | None = None) -> None:
         """Take the file back and leave a note that says why.
 
         Raises:
             OSError: if not even the note can be left. Readers are released all the
                 same, and told that the file was never completed.
         """
-        note = {
-            "request_id": self.request_id[:MAX_REQUEST_ID],
-            "cause": cause[:MAX_CAUSE],
-        }
-        text = _encoded(note)
+        text = _note(self.request_id, cause, advice)
         try:
             os.ftruncate(self._fd, HEADER_ROOM)  # frees the rows' space first
             _write_at(self._fd, memoryview(text.ljust(HEADER_ROOM)), 0)
@@ -197,12 +336,29 @@ class HiddenStatesFile:
             except FileNotFoundError:  # removed, perhaps with its directory
                 self._write_note(text)
         finally:
-            self.withdraw()
+            self._drop(self.options.keep_lock)
 
     def _write_note(self, text: bytes) -> None:
-        os.makedirs(os.path.dirname(self.path) or ".", mode=0o700, exist_ok=True)
-        with open(self.path + ERROR_SUFFIX, "xb") as file:
+        self._make_directory()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path + ERROR_SUFFIX, flags, self.options.mode)
+        with open(fd, "wb") as file:
             file.write(text)
+
+    def _make_directory(self) -> None:
+        missing = []
+        folder = os.path.dirname(self.path) or "."
+        while not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder) or "."
+            if missing[-1] == folder:
+                break
+        # Not os.makedirs, which has the mode for the last one alone.
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # somebody else's, at once
+                os.mkdir(folder, self.options.directory_mode)
+                if self.options.mode & 0o077:  # whatever the umask
+                    os.chmod(folder, self.options.directory_mode)
 
     def withdraw(self) -> None:
         """Take back what has been written; leaves nothing. May be called twice.
@@ -210,25 +366,39 @@ class HiddenStatesFile:
         Raises:
             OSError: if the partial file cannot be removed; it is let go all the same.
         """
-        try:
-            if self._fd >= 0:
-                _unlink(self.path + PARTIAL_SUFFIX)
-        finally:
-            self._close()
+        self._drop(keep_lock=False)
 
     def remove(self) -> None:
         """Remove the complete file or the note: for a request that was aborted."""
         self.withdraw()
-        _unlink(self.path)
-        _unlink(self.path + ERROR_SUFFIX)
+        if self._shown is not None:
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(self.path)
+                # Another request may have put its own file there since.
+                if (status.st_dev, status.st_ino) == self._shown:
+                    os.unlink(self.path)
+        if is_note(self.path + ERROR_SUFFIX):
+            _unlink(self.path + ERROR_SUFFIX)
+        if self.options.use_lock and self.options.keep_lock:
+            remove_unheld(self.path + LOCK_SUFFIX)
 
-    def _close(self) -> None:
-        # The lock file goes before its flock does: whoever waited has it open, and
-        # whoever comes later finds none. One that cannot be removed is in nobody's way
-        # without its flock.
+    def _drop(self, keep_lock: bool) -> None:
+        """Remove the partial file, if it is there still, and close."""
+        try:
+            if self._fd >= 0:
+                _unlink(self.path + PARTIAL_SUFFIX)
+        finally:
+            self._close(keep_lock)
+
+    def _close(self, keep_lock: bool) -> None:
+        # A lock file that goes does so before its flock: whoever comes later finds
+        # none. One that cannot be removed is in nobody's way without its flock.
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
-                _unlink(self.path + LOCK_SUFFIX)
+                if keep_lock:
+                    os.utime(self._lock_fd)  # the time for which it stays starts now
+                else:
+                    _unlink(self.path + LOCK_SUFFIX)
         for fd in (self._lock_fd, self._fd):
             if fd >= 0:
                 # Not by closing alone: a forked process would keep the flock.
@@ -238,7 +408,7 @@ class HiddenStatesFile:
 
 
 def load_hidden_states(
-    path: str, timeout: float | None = None
+    path: str, timeout: float | None = None, verify: bool = False
 ) -> dict[str, torch.Tensor]:
     """Load the hidden states of one request; waits until they are complete.
 
@@ -248,6 +418,8 @@ def load_hidden_states(
         path: ``kv_transfer_params["hidden_states_path"]`` of the request's output.
         timeout: How many seconds to wait at the most; None waits for as long as the
             writer lives.
+        verify: Compare the file with its checksum (of a server with the option
+            ``checksum``) before it is loaded.
 
     Returns:
         ``hidden_states`` ``[num_tokens, num_layers, hidden_size]`` and ``token_ids``
@@ -258,17 +430,25 @@ def load_hidden_states(
         HiddenStatesTimeoutError: if the file is not complete in time.
     """
     path = os.fspath(path)
+    _refuse_directory(path)
     deadline = None if timeout is None else time.monotonic() + timeout
     # Guards first, then the data: the writer shows the data before it lets go.
-    was_locked = _wait_for(path, path + LOCK_SUFFIX, deadline)
-    is_abandoned = _wait_for(path, path + PARTIAL_SUFFIX, deadline)
+    was_locked = _wait_for(path, path + LOCK_SUFFIX, deadline, timeout)
+    is_abandoned = _wait_for(path, path + PARTIAL_SUFFIX, deadline, timeout)
     if os.path.exists(path):
+        if verify:
+            _verify_checksum(path)
         return _read(path)
+    # Before the note: a sweeper makes the one of the other at any time.
+    is_left = is_abandoned and os.path.exists(path + PARTIAL_SUFFIX)
     _raise_noted_error(path)
-    if is_abandoned and os.path.exists(path + PARTIAL_SUFFIX):
+    if is_left:
         cause = "its writer ended before the file was complete"
     elif was_locked or is_abandoned:
-        cause = "the file was removed by another reader, or the request was aborted"
+        cause = (
+            "the file was removed by another reader, or the request was aborted, or "
+            "its failure could not be noted (see the server's log)"
+        )
     else:
         cause = (
             "no such file, and none is being written; it was removed, or the path is "
@@ -282,8 +462,12 @@ def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None:
 
     Removes the file, its lock, its error note, and what a dead writer left of it; with
     ``keep_hidden_states`` all but the file. What is not there is no error.
+
+    Raises:
+        HiddenStatesError: if the path is a directory's.
     """
     path = os.fspath(path)
+    _refuse_directory(path)
     _unlink(path + LOCK_SUFFIX)
     _unlink(path + ERROR_SUFFIX)
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -295,6 +479,12 @@ def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None:
             os.close(fd)
     if not keep_hidden_states:
         _unlink(path)
+
+
+def _refuse_directory(path: str) -> None:
+    if os.path.isdir(path):
+        cause = "it is a directory; give the path of one file in it"
+        raise HiddenStatesError(path, cause)
 
 
 def _read(path: str) -> dict[str, torch.Tensor]:
@@ -312,7 +502,14 @@ def _read(path: str) -> dict[str, torch.Tensor]:
     for name in ("hidden_states", "token_ids"):
         if name not in tensors:
             raise HiddenStatesError(path, f"the file there has no tensor {name!r}")
-    num_rows, num_tokens = len(tensors["hidden_states"]), len(tensors["token_ids"])
+    rows, token_ids = tensors["hidden_states"], tensors["token_ids"]
+    if rows.dim() != 3 or not rows.is_floating_point():
+        kind = f"{list(rows.shape)} of {rows.dtype}"
+        raise HiddenStatesError(path, f"the file there has hidden states {kind}")
+    if token_ids.dim() != 1 or token_ids.dtype != torch.int64:
+        kind = f"{list(token_ids.shape)} of {token_ids.dtype}"
+        raise HiddenStatesError(path, f"the file there has token ids {kind}")
+    num_rows, num_tokens = len(rows), len(token_ids)
     if num_rows != num_tokens:
         raise HiddenStatesError(
             path, f"the file there has {num_rows} rows for {num_tokens} token ids"
@@ -325,16 +522,19 @@ def _raise_noted_error(path: str) -> None:
         with open(path + ERROR_SUFFIX, encoding="utf-8") as file:
             note = json.load(file)
         cause, request_id = str(note["cause"]), str(note["request_id"])
+        advice = note.get("advice")
     except FileNotFoundError:
         return
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise HiddenStatesError(path, f"its error note is unreadable: {error}") from (
             error
         )
-    raise HiddenStatesError(path, cause, request_id)
+    raise HiddenStatesError(path, cause, request_id, advice)
 
 
-def _wait_for(path: str, guard: str, deadline: float | None) -> bool:
+def _wait_for(
+    path: str, guard: str, deadline: float | None, timeout: float | None
+) -> bool:
     """Wait until nobody holds ``guard`` exclusively; whether it was there at all."""
     try:
         fd = os.open(guard, os.O_RDONLY | os.O_CLOEXEC)
@@ -351,29 +551,43 @@ def _wait_for(path: str, guard: str, deadline: float | None) -> bool:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return True
             if not time.monotonic() < deadline:  # also where the timeout is NaN
-                raise HiddenStatesTimeoutError(path, "still being written")
+                raise HiddenStatesTimeoutError(
+                    path, f"still being written after {timeout:g} s"
+                )
             time.sleep(POLL_INTERVAL)
     finally:
         os.close(fd)
 
 
-def _create_and_lock(path: str) -> int:
+def _create_and_lock(path: str, mode: int) -> int:
     """A descriptor of the file at ``path``, made or taken over, held exclusively."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(fd)
-            raise FileExistsError(f"{path!r} is held by another writer") from error
+            raise FileExistsError(
+                errno.EEXIST, "held by another writer, or a reader", path
+            ) from error
         except BaseException:
             os.close(fd)
             raise
         # The file may have been removed between open and flock: then what we hold is
         # not what stands at the path.
-        with contextlib.suppress(FileNotFoundError):
+        try:
             if os.path.samestat(os.fstat(fd), os.stat(path)):
+                if os.fstat(fd).st_size and not _has_mark(fd):
+                    raise FileExistsError(f"{path!r} is there, and not ours")
+                # Whatever the umask, and whoever made what was taken over.
+                if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+                    os.fchmod(fd, mode)
                 return fd
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
 
 
@@ -383,6 +597,165 @@ def _write_at(fd: int, data: memoryview, offset: int) -> None:
         written = os.pwrite(fd, data, offset)
         data = data[written:]
         offset += written
+
+
+def _sync_directory(path: str) -> None:
+    """Have what was renamed to ``path`` outlive a power failure."""
+    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _checksum(fd: int, algorithm: str) -> str:
+    """Such as ``crc32:1c291ca3``, of all that follows the room for the header."""
+    if algorithm == "xxh3":
+        import xxhash
+
+        digest = xxhash.xxh3_64()
+        for block in _blocks(fd):
+            digest.update(block)
+        return f"{algorithm}:{digest.hexdigest()}"
+    if algorithm != "crc32":
+        raise ValueError(f"checksum {algorithm!r}; valid: {', '.join(CHECKSUMS)}")
+    crc = 0
+    for block in _blocks(fd):
+        crc = zlib.crc32(block, crc)
+    return f"{algorithm}:{crc:08x}"
+
+
+def _blocks(fd: int) -> Iterator[bytes]:
+    offset = HEADER_ROOM
+    while block := os.pread(fd, CHECKSUM_BLOCK, offset):
+        yield block
+        offset += len(block)
+
+
+def _verify_checksum(path: str) -> None:
+    """Compare a file with the checksum in its metadata.
+
+    Raises:
+        HiddenStatesError: if it has none, or differs.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = (file.metadata() or {}).get(CHECKSUM_KEY)
+        if stored is None:
+            cause = "its file has no checksum (a server's option `checksum`)"
+            raise HiddenStatesError(path, cause)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = _checksum(fd, stored.partition(":")[0])
+        finally:
+            os.close(fd)
+    except (SafetensorError, OSError, ValueError, ImportError) as error:
+        raise HiddenStatesError(path, f"its checksum cannot be read: {error}") from (
+            error
+        )
+    if found != stored:
+        cause = f"the file there has changed: its checksum is {found}, not {stored}"
+        raise HiddenStatesError(path, cause)
+
+
+def is_hidden_states_file(path: str) -> bool:
+    """Whether a complete file at a path is one of ours, by its header."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
+        size = int.from_bytes(os.pread(fd, 8, 0), "little")
+        if size > HEADER_ROOM:  # ours has this room, and no more
+            return False
+        header = json.loads(os.pread(fd, size, 8))
+        return VERSION_KEY in header["__metadata__"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
+    finally:
+        os.close(fd)
+
+
+def _note(request_id: str, cause: str, advice: str | None = None) -> bytes:
+    note = {"request_id": request_id[:MAX_REQUEST_ID], "cause": cause[:MAX_CAUSE]}
+    text = _encoded(note | ({"advice": advice} if advice else {}))
+    if len(text) <= HEADER_ROOM:
+        return text
+    # JSON has six bytes for a control character.
+    shorter = advice and advice[: len(advice) // 2]
+    return _note(request_id, cause[: min(len(cause), MAX_CAUSE) // 2], shorter)
+
+
+def is_note(path: str) -> bool:
+    """Whether what stands at a path is a note of ours."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        note = json.loads(os.pread(fd, HEADER_ROOM + 1, 0))
+        return isinstance(note, dict) and {"request_id", "cause"} <= set(note)
+    except (OSError, ValueError, RecursionError):
+        return False
+    finally:
+        os.close(fd)
+
+
+def _has_mark(fd: int) -> bool:
+    """Whether a file is one that we were writing."""
+    return f'"{VERSION_KEY}"'.encode() in os.pread(fd, HEADER_ROOM, 0)
+
+
+def _identity(file: int | str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
+
+
+def note_death(path: str) -> bool:
+    """Make what a dead writer left at ``path`` a note; False if its writer lives.
+
+    Args:
+        path: Where the file would have been.
+    """
+    try:
+        fd = os.open(path + PARTIAL_SUFFIX, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), os.stat(path + PARTIAL_SUFFIX)):
+            return False
+        if os.fstat(fd).st_size and not _has_mark(fd):
+            return False  # a download, perhaps
+        os.ftruncate(fd, HEADER_ROOM)
+        text = _note("", "its writer ended before the file was complete")
+        _write_at(fd, memoryview(text.ljust(HEADER_ROOM)), 0)
+        os.rename(path + PARTIAL_SUFFIX, path + ERROR_SUFFIX)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def remove_unheld(path: str) -> bool:
+    """Remove a lock file that nobody holds; whether it was removed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), os.stat(path)) or os.fstat(fd).st_size:
+            return False
+        os.unlink(path)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _encoded(value: Any) -> bytes:

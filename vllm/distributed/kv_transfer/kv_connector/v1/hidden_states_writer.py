@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that write rows to files, in order within each file."""
+"""Threads that give rows to sinks, in order within each request."""
 
+import errno
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
-    HiddenStatesFile,
+    MAX_CAUSE,
+    advice_about,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_sink import (
+    OpenSink,
+    RowSpan,
+    Sink,
+    SinkRequest,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_stats import (
+    StatsCollector,
 )
 from vllm.logger import init_logger
 from vllm.v1.hidden_states.plan import Span
@@ -18,67 +29,96 @@ from vllm.v1.hidden_states.ring import Slot
 
 logger = init_logger(__name__)
 
+# What may pass by itself: somebody else's hold, a shortage of descriptors or memory.
+TRANSIENT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.EEXIST,
+        errno.EINTR,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.ETIMEDOUT,
+    }
+)
+# Seconds between attempts: four in all, within less than half a second.
+RETRY_DELAYS = (0.02, 0.08, 0.32)
 
-class FileWriter:
-    """Writes one request's file; the calls return at once.
+
+class RequestWriter:
+    """Gives one request's rows to its sink; the calls return at once.
 
     What is asked for is done in order, by one thread of the pool at a time: a row
     computed again must not be overtaken by its older self. After a failure nothing
     more is written; ``failure`` says what it was.
 
     Args:
-        pool: Threads shared by all files.
-        file: Not yet open.
-        shape: ``(layers, hidden size)`` of a row in the file.
-        dtype: Of the rows.
-        columns: Which of a slot's layers are in the file, by their place; None for
-            all.
+        pool: Threads shared by all requests.
+        request: Whose rows come.
+        open_sink: Makes its sink, in a thread of the pool.
+        columns: Which of a slot's layers are wanted, by their place; None for all.
+        stats: What is counted.
+        is_inline: The rows are for the engine, which waits for them.
     """
 
     def __init__(
         self,
         pool: ThreadPoolExecutor,
-        file: HiddenStatesFile,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
+        request: SinkRequest,
+        open_sink: OpenSink,
         columns: tuple[int, ...] | None = None,
+        stats: StatsCollector | None = None,
+        is_inline: bool = False,
     ):
-        self.file = file
+        self.request = request
+        self.is_inline = is_inline
         self.failure: str | None = None
         self._pool = pool
-        self._num_layers, self._hidden_size = shape
-        self._dtype = dtype
+        self._open_sink = open_sink
+        self._sink: Sink | None = None
         self._columns = columns
-        # Leading rows that stand in the file.
+        self._stats = stats or StatsCollector()
+        # Leading rows that the sink has.
         self._num_rows = 0
-        self._bytes_per_row = shape[0] * shape[1] * dtype.itemsize
         self._tasks: deque[Callable[[], None]] = deque()
         self._mutex = threading.Lock()
         self._is_running = False
         self._turn = threading.Lock()
+        self._given_up = ""
+        self._is_complete = False
 
     def open(self) -> "Future[None]":
-        """Make the file. The future is done when it is there or has failed."""
+        """Make the sink. The future is done when it is there or has failed."""
         done: Future[None] = Future()
 
+        def open_sink() -> None:
+            self._sink = self._open_sink(self.request)
+            logger.debug("Hidden states of %s: opened", self.request.request_id)
+
         def task() -> None:
-            self._try("create", self.file.open)
-            done.set_result(None)
+            try:
+                self._try("create", open_sink)
+            finally:
+                done.set_result(None)
 
         self._submit(task)
         return done
 
     def write(self, span: Span, slot: Slot, slot_row: int) -> None:
-        """Write the span's rows, from ``slot_row`` on; releases the slot once."""
+        """Give the span's rows, from ``slot_row`` on; releases the slot once."""
 
         def write_rows() -> None:
             slot.wait()
             position = slot.position(slot_row, span.position)
             self._refuse_gap(position)
-            self.file.write(
-                position * self._bytes_per_row,
-                slot.row_bytes(slot_row, span.num_rows, self._columns),
-            )
+            data = slot.row_bytes(slot_row, span.num_rows, self._columns)
+            assert self._sink is not None
+            start = time.monotonic()
+            self._sink.write(RowSpan(position, span.num_rows, data))
+            seconds = time.monotonic() - start
+            self._stats.wrote(span.num_rows, len(data), seconds)
             # A preempted request starts over: rows again, to the same places.
             self._num_rows = max(self._num_rows, position + span.num_rows)
 
@@ -90,24 +130,40 @@ class FileWriter:
 
         self._submit(task)
 
-    def finish(self, token_ids: np.ndarray, metadata: dict[str, str]) -> None:
-        """All rows have been given: complete the file, with as many as token ids."""
+    def finish(self, token_ids: np.ndarray) -> None:
+        """All rows have been given, as many as token ids."""
 
-        def finish_file() -> None:
+        def finish() -> None:
             self._refuse_gap(len(token_ids))
-            self.file.finish(
-                token_ids, self._num_layers, self._hidden_size, self._dtype, metadata
+            assert self._sink is not None
+            self._sink.finish(token_ids)
+            self._is_complete = True
+            self._stats.completed()
+            logger.debug(
+                "Hidden states of %s: complete, %d rows",
+                self.request.request_id,
+                len(token_ids),
             )
 
-        self._submit(lambda: self._try("complete", finish_file))
+        self._submit(lambda: self._try("complete", finish))
 
     def fail(self, cause: str) -> None:
-        """No file will come, for a reason that is not the disk's."""
-        self._submit(lambda: self._fail(cause))
+        """No more rows will come, for a reason that is not the sink's."""
+        self._submit(lambda: self._fail(cause, "engine"))
 
     def remove(self) -> None:
         """Take back whatever there is, complete or not: the request was aborted."""
         self._submit(self._remove)
+
+    def give_up(self, cause: str) -> None:
+        """Do nothing more of what was asked for, but withdraw what is not complete."""
+        self._given_up = cause
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was asked for is done."""
+        with self._mutex:
+            return not self._is_running
 
     def drain(self) -> None:
         """Wait until all that was asked for is done."""
@@ -123,36 +179,54 @@ class FileWriter:
             )
 
     def _remove(self) -> None:
-        self.failure = self.failure or "the request was aborted"
+        if self.failure is None:
+            self.failure = "the request was aborted"
+            self._stats.aborted()
+        logger.debug("Hidden states of %s: removed", self.request.request_id)
+        if self._sink is None:
+            return
         try:
-            self.file.remove()
-        except Exception as error:
-            logger.error("Cannot remove %s: %s", self.file.path, error)
+            self._sink.withdraw(None)
+        except BaseException as error:
+            logger.error("Cannot remove %s: %s", self.request.path, error)
 
     def _try(self, verb: str, action: Callable[[], None]) -> None:
         if self.failure is not None:
-            return
-        try:
-            action()
-        except Exception as error:  # whatever it is, the reader must be told
-            self._fail(f"cannot {verb} the file: {error or repr(error)}")
+            return None
+        if self._given_up and not self._is_complete:
+            return self._fail(self._given_up, "shutdown")
+        delays = iter(RETRY_DELAYS)
+        while True:
+            try:
+                return action()
+            except BaseException as error:  # whatever it is, the reader must be told
+                number = error.errno if isinstance(error, OSError) else None
+                delay = next(delays, None) if number in TRANSIENT else None
+                if delay is None:
+                    cause = f"cannot {verb} the file: {_sentence(error)}"
+                    kind = errno.errorcode.get(number or 0, type(error).__name__)
+                    return self._fail(cause, kind, advice_about(error))
+            time.sleep(delay)
 
-    def _fail(self, cause: str) -> None:
+    def _fail(self, cause: str, kind: str, advice: str | None = None) -> None:
         if self.failure is not None:
             return
-        self.failure = cause
+        # A client gets it, through processes that exchange UTF-8.
+        cause = cause[:MAX_CAUSE].encode(errors="replace").decode()
+        self.failure = f"{cause} ({advice})" if advice else cause
+        self._stats.failed(kind)
         logger.error(
             "Hidden states of request %s are lost, %s: %s",
-            self.file.request_id,
-            self.file.path,
-            cause,
+            self.request.request_id,
+            self.request.path,
+            self.failure,
         )
-        if not self.file.is_open:
+        if self._sink is None:
             return
         try:
-            self.file.fail(cause)
-        except Exception as error:
-            logger.error("Cannot leave a note at %s: %s", self.file.path, error)
+            self._sink.withdraw(cause, advice)
+        except BaseException as error:
+            logger.error("Cannot leave a note at %s: %s", self.request.path, error)
 
     def _submit(self, task: Callable[[], None]) -> None:
         with self._mutex:
@@ -173,4 +247,16 @@ class FileWriter:
                         self._is_running = False
                         return
                     task = self._tasks.popleft()
-                task()
+                try:
+                    task()
+                except BaseException as error:  # a sink's; the next task must run
+                    self.failure = self.failure or f"ended by {type(error).__name__}"
+                    logger.exception("Hidden states of %s", self.request.request_id)
+
+
+def _sentence(error: BaseException) -> str:
+    """What an exception says, which may be of a third party's making."""
+    try:
+        return str(error) or repr(error)
+    except Exception:
+        return type(error).__name__

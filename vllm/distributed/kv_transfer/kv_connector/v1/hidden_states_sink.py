@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a request's rows go: a file, the response, or wherever a third party says.
+
+A sink takes the rows of one request. Who wants rows elsewhere (an object store, RDMA,
+shared memory) writes a function ``open(request: SinkRequest) -> Sink`` in a module of
+their own, and names it in the connector's option ``sink``, as in
+``"my_package.my_module:open_sink"``. See ``docs/features/hidden_states_sinks.md``.
+"""
+
+import importlib
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
+    FileOptions,
+    HiddenStatesFile,
+    is_hidden_states_file,
+)
+
+
+@dataclass(frozen=True)
+class SinkRequest:
+    """One request, as its sink has to know it."""
+
+    request_id: str
+    path: str
+    """What the client is told as ``hidden_states_path``."""
+
+    token_ids: np.ndarray
+    """``[num_prompt_tokens]`` int64; -1 where the prompt has embeddings only."""
+
+    num_rows: int | None
+    """How many rows will come; None where the output's are among them."""
+
+    layer_ids: tuple[int, ...]
+    """Of the columns, in their order."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What a file would say of itself; see ``docs/features``."""
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Of a row ``[num_layers, hidden_size]``."""
+        return len(self.layer_ids) * self.hidden_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """Rows ``[num_rows, num_layers, hidden_size]`` of one step."""
+
+    position: int
+    """Of the first row's token, from 0."""
+
+    num_rows: int
+    data: memoryview
+    """Row-major bytes, whose memory is used again after the call."""
+
+
+class Sink(ABC):
+    """Takes one request's rows. No two calls are made at once, nor in a model's step.
+
+    Rows of a request that was preempted come again, for the same positions. A call
+    that raises ``OSError`` for a reason that may pass (``TRANSIENT``) is made again, a
+    few times; after any other exception only ``withdraw`` is called.
+    """
+
+    @abstractmethod
+    def write(self, span: RowSpan) -> None:
+        """Take rows. None before them is missing."""
+
+    @abstractmethod
+    def finish(self, token_ids: np.ndarray) -> None:
+        """All rows have come.
+
+        Args:
+            token_ids: ``[num_rows]`` int64, of all rows.
+        """
+
+    @abstractmethod
+    def withdraw(self, cause: str | None, advice: str | None = None) -> None:
+        """Take back what there is; after ``finish``, too. May be called twice.
+
+        Args:
+            cause: What went wrong, for whoever has been told the path. None where the
+                request was aborted, and nobody has.
+            advice: What an operator may do about it, where that is known.
+        """
+
+
+OpenSink = Callable[[SinkRequest], Sink]
+
+
+def find_sink(name: str) -> OpenSink:
+    """The function of an option ``sink``, such as ``"package.module:function"``.
+
+    Raises:
+        ValueError: naming the option and its value.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever the module does when it is imported
+        raise ValueError(
+            f"sink {name!r} cannot be imported ({error}); valid: "
+            "'package.module:function'"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"sink {name!r} is no function of a request")
+    open_sink: OpenSink = found
+    return open_sink
+
+
+class FileSink(Sink):
+    """One ``.safetensors`` file; see ``hidden_states_file``.
+
+    Args:
+        request: Whose rows come.
+        options: Of files.
+        roots: Directories of which one has to hold the file, symbolic links followed;
+            None where its path is the engine's own.
+
+    Raises:
+        OSError: if the file cannot be made; nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        request: SinkRequest,
+        options: FileOptions,
+        roots: Sequence[str] | None = None,
+    ):
+        self._request = request
+        self.file = HiddenStatesFile(request.path, request.request_id, options)
+        if roots is not None:
+            confine(request.path, roots)
+        self.file.open((request.num_rows or 0) * request.bytes_per_row)
+
+    def write(self, span: RowSpan) -> None:
+        self.file.write(span.position * self._request.bytes_per_row, span.data)
+
+    def finish(self, token_ids: np.ndarray) -> None:
+        self.file.finish(
+            token_ids,
+            len(self._request.layer_ids),
+            self._request.hidden_size,
+            self._request.dtype,
+            dict(self._request.metadata),
+        )
+
+    def withdraw(self, cause: str | None, advice: str | None = None) -> None:
+        if cause is None:
+            self.file.remove()
+        elif self.file.is_open:
+            self.file.fail(cause, advice)
+
+
+def confine(path: str, roots: Sequence[str]) -> None:
+    """Refuse a path that a client chose and that leads elsewhere.
+
+    Raises:
+        PermissionError: if no root holds it.
+        FileExistsError: if what stands there is nothing that we wrote.
+    """
+    directory = os.path.realpath(os.path.dirname(path))
+    for root in map(os.path.realpath, roots):
+        if os.path.commonpath([root, directory]) == root:
+            break
+    else:
+        raise PermissionError(f"{directory!r} is outside of {', '.join(roots)}")
+    if os.path.lexists(path) and not is_hidden_states_file(path):
+        raise FileExistsError(f"{path!r} is there, and no file of hidden states")
+
+
+class _Buffer:
+    """Rows in memory, by their positions."""
+
+    def __init__(self, request: SinkRequest):
+        self._bytes_per_row = request.bytes_per_row
+        self.data = bytearray((request.num_rows or 0) * request.bytes_per_row)
+
+    def write(self, span: RowSpan) -> None:
+        first = span.position * self._bytes_per_row
+        # Beyond the end it appends: rows of outputs, whose number is not known.
+        self.data[first : first + len(span.data)] = span.data
+
+
+class WholeTensorSink(Sink):
+    """Calls a connector's ``_write_tensors`` with whole tensors, as stock vLLM does.
+
+    For subclasses that write files of their own kind. All rows of a request are kept
+    in memory until it is complete.
+
+    Args:
+        request, options, roots: See ``FileSink``.
+        write_tensors: ``(tensors, event, filename, lock_fd)``.
+    """
+
+    def __init__(
+        self,
+        request: SinkRequest,
+        options: FileOptions,
+        write_tensors: Callable[[dict[str, torch.Tensor], Any, str, int | None], None],
+        roots: Sequence[str] | None = None,
+    ):
+        self._request = request
+        if roots is not None:
+            confine(request.path, roots)
+        self._write_tensors = write_tensors
+        self._buffer = _Buffer(request)
+        self.file = HiddenStatesFile(request.path, request.request_id, options)
+        self.file.open()
+
+    def write(self, span: RowSpan) -> None:
+        self._buffer.write(span)
+
+    def finish(self, token_ids: np.ndarray) -> None:
+        request = self._request
+        shape = (len(token_ids), len(request.layer_ids), request.hidden_size)
+        num_bytes = len(token_ids) * request.bytes_per_row
+        rows = torch.frombuffer(self._buffer.data, dtype=torch.uint8)[:num_bytes]
+        tensors = {
+            "hidden_states": rows.view(request.dtype).view(shape),
+            "token_ids": torch.from_numpy(token_ids.copy()),
+        }
+        self.file.finish_by(
+            lambda path, lock_fd: self._write_tensors(tensors, _Done(), path, lock_fd)
+        )
+        self._buffer.data = bytearray()
+
+    def withdraw(self, cause: str | None, advice: str | None = None) -> None:
+        self._buffer.data = bytearray()
+        if cause is None:
+            self.file.remove()
+        elif self.file.is_open:
+            self.file.fail(cause, advice)
+
+
+class _Done:
+    """In place of a device's event: the tensors are on the host already."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Outbox:
+    """What inline sinks of one worker have for the engine, until its next word."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._rows: list[tuple[str, int, bytes]] = []
+
+    def put(self, request_id: str, position: int, data: bytes) -> None:
+        """Rows from ``position`` on."""
+        with self._mutex:
+            self._rows.append((request_id, position, data))
+
+    def take(self) -> list[tuple[str, int, bytes]]:
+        """All that has come since the last time."""
+        with self._mutex:
+            rows, self._rows = self._rows, []
+        return rows
+
+
+class InlineSink(Sink):
+    """Sends rows to the engine as they come, for the response; makes no file."""
+
+    def __init__(self, request: SinkRequest, outbox: Outbox):
+        self._request_id = request.request_id
+        self._outbox = outbox
+
+    def write(self, span: RowSpan) -> None:
+        self._outbox.put(self._request_id, span.position, bytes(span.data))
+
+    def finish(self, token_ids: np.ndarray) -> None:
+        """Nothing to do: the engine has all rows, and knows their number."""
+
+    def withdraw(self, cause: str | None, advice: str | None = None) -> None:
+        """Nothing to do: the engine drops what it has."""
