@@ -131,3 +131,27 @@ def make_constant_layers_model(path: Path) -> str:
     )
     config.save_pretrained(path)
     return str(path)
+
+
+def plugin(folder: Path) -> list[Path]:
+    """What has to be on ``sys.path`` for an engine's own processes to know the model.
+
+    Args:
+        folder: An empty one, for a plugin of vLLM that names the class; the module
+            itself cannot be imported as early as plugins are.
+    """
+    information = folder / "constant_layers_plugin-0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: constant-layers-plugin\nVersion: 0\n"
+    )
+    (information / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nconstant_layers = constant_layers_plugin:register\n"
+    )
+    name = f"{Path(__file__).stem}:{ConstantLayersForCausalLM.__name__}"
+    (folder / "constant_layers_plugin.py").write_text(
+        "def register():\n"
+        "    from vllm import ModelRegistry\n"
+        f"    ModelRegistry.register_model({ARCHITECTURE!r}, {name!r})\n"
+    )
+    return [folder, Path(__file__).parent]

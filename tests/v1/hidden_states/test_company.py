@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.v1.hidden_states.storage import files
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     HiddenStatesError,
@@ -112,7 +113,7 @@ def engine(request, column, engines, checkpoint, folders, make_prompt):
                 )
             while first.llm_engine.has_unfinished_requests():
                 first.llm_engine.step()
-    before = sorted(path.name for path in storage.iterdir())
+    before = sorted(path.name for path in files(storage))
     settings = extraction(engines, storage, folders.theirs if is_beside else None)
     if torch.cuda.is_available():
         settings["enable_sleep_mode"] = True
@@ -121,7 +122,7 @@ def engine(request, column, engines, checkpoint, folders, make_prompt):
     ) as llm:
         assert llm.llm_engine.vllm_config.use_v2_model_runner == ("V2" in column)
         # Loading, profiling and warm-up made no file, and removed none.
-        assert sorted(path.name for path in storage.iterdir()) == before
+        assert sorted(path.name for path in files(storage)) == before
         yield SimpleNamespace(llm=llm, storage=storage)
 
 
@@ -188,7 +189,7 @@ def check(output, prompt, rows_of) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in files(folder))
 
 
 # ---------------------------------------------------------------------------
@@ -296,8 +297,8 @@ def test_after_a_restart(run, engine, make_prompt, reference_rows):
     run.add(prompt, "replaced")
     run.step()
     # The old file is not this request's, and nobody may take it for that.
-    partial = [f"{REPLACED}.safetensors{suffix}" for suffix in (".lock", ".partial")]
-    assert names(engine.storage) == [f"{KEPT}.safetensors", *partial]
+    partial = f"{REPLACED}.safetensors.partial"
+    assert names(engine.storage) == [f"{KEPT}.safetensors", partial]
     (output,) = run.drain()
     assert Path(check(output, prompt, reference_rows)).name == f"{REPLACED}.safetensors"
     assert (engine.storage / f"{KEPT}.safetensors").read_bytes() == kept
@@ -424,7 +425,7 @@ def check_api_servers(served, make_prompt, reference_rows) -> None:
         for response, prompt in zip(responses, prompts, strict=True)
     }
     assert len(paths) == len(prompts)
-    assert {str(path) for path in served.storage.iterdir()} == paths
+    assert {str(path) for path in files(served.storage)} == paths
     assert "ApiServer_1" in served.server.log.read_text()
 
 
@@ -492,5 +493,5 @@ def test_servers_that_are_killed_and_the_engine_after_them(
         while core.has_unfinished_requests():
             outputs += core.step()
         assert check(outputs[-1], prompt, reference_rows) == str(path)
-        left = {partial.name, partial.with_suffix(".lock").name}
+        left = {partial.with_suffix(".error").name}
         assert set(names(served.storage)) == before - left | {path.name}

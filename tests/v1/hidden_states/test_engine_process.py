@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.v1.hidden_states.storage import files
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     cleanup_hidden_states,
@@ -67,7 +68,7 @@ def test_engines_never_touch_each_others_files(
         for output, prompt in zip(outputs, batch, strict=True)
     }
     assert len(paths) == 8
-    assert {os.path.join(shared, name) for name in os.listdir(shared)} == paths
+    assert {str(path) for path in files(shared)} == paths
     for path in paths:
         cleanup_hidden_states(path)
     assert os.listdir(shared) == []

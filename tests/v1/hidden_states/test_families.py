@@ -111,7 +111,7 @@ CASES = [
         marks=(NEEDS_TORCHVISION,),
         soak=SLOW,
     ),
-    Case("NemotronH", "NemotronH (Mamba2 and attention)"),
+    Case("NemotronH", "NemotronH (Mamba2 and attention)", soak=("V1 compiled",)),
     Case(
         "LLaVA",
         "LLaVA, an image in the prompt",
@@ -349,6 +349,7 @@ def chat_outputs(engine):
     return engine.chat_outputs
 
 
+@pytest.mark.soak
 @pytest.mark.last_hidden_state
 def test_the_last_hidden_state_of_a_chat(engine, chat_outputs):
     """Of the rendered prompt, its image's tokens and the template's among them."""

@@ -34,7 +34,9 @@ def case(row: str, family: str, *marks: Any, **settings: Any) -> Any:
 
 
 CASES = [
-    case("family: Gemma3, whose layers cannot be extracted", "Gemma3"),
+    case(
+        "family: Gemma3, whose layers cannot be extracted", "Gemma3", pytest.mark.soak
+    ),
     case("family: MiMo, which norms on the way to its head", "MiMo"),
     case("bfloat16", "Qwen3", dtype="bfloat16"),
     case("`mtp` speculation", "GLM4-MoE", speculative_config=DRAFTER),

@@ -4,12 +4,14 @@ full disks, locks off. One engine of the test's own process, stepped by hand."""
 
 import itertools
 import os
+import subprocess
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.v1.hidden_states.storage import files
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1 import hidden_states_file
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
@@ -99,10 +101,8 @@ def test_a_file_is_complete_with_the_step_of_its_last_row(run, disk, make_prompt
     run.step()
     assert [path.suffix for path in sorted(disk.iterdir())] == [".lock", ".partial"]
     run.step()  # the rest of the prompt; 15 more steps to come
-    assert wait_for(
-        lambda: [path.suffix for path in disk.iterdir()] == [".safetensors"]
-    )
-    (path,) = disk.iterdir()
+    assert wait_for(lambda: [path.suffix for path in files(disk)] == [".safetensors"])
+    (path,) = files(disk)
     assert len(load_hidden_states(str(path))["token_ids"]) == 100
     (output,) = run.drain()
     assert output.kv_transfer_params == {"hidden_states_path": str(path)}
@@ -121,7 +121,7 @@ def test_an_aborted_request_leaves_nothing(run, disk, make_prompt, num_steps):
     settle(run.core)
     path = output.kv_transfer_params["hidden_states_path"]
     assert load_hidden_states(path)["token_ids"].tolist() == other["prompt_token_ids"]
-    assert wait_for(lambda: os.listdir(disk) == [os.path.basename(path)])
+    assert wait_for(lambda: [str(file) for file in files(disk)] == [path])
 
 
 def test_a_prompt_that_is_preempted_in_the_middle(run, make_prompt):
@@ -225,6 +225,21 @@ def test_a_disk_that_is_full_already_is_in_the_response(run, disk, make_prompt):
     assert len(load_hidden_states(path)["token_ids"]) == 10
 
 
+def test_a_disk_that_becomes_read_only(run, disk, make_prompt):
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    try:
+        run.add(make_prompt(10))
+        (output,) = run.drain()
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    error = output.kv_transfer_params["hidden_states_error"]
+    assert "Read-only file system" in error and "writable" in error
+    run.add(make_prompt(10))
+    (output,) = run.drain()
+    path = output.kv_transfer_params["hidden_states_path"]
+    assert len(load_hidden_states(path, timeout=10)["token_ids"]) == 10
+
+
 def test_a_disk_that_fills_up_is_told_to_the_reader(run, disk, make_prompt):
     """Six files of 1,000 rows into room for four: each is whole, or says why not."""
     prompts = [make_prompt(1000, seed=seed) for seed in range(6)]
@@ -255,7 +270,7 @@ def test_a_disk_that_fills_up_is_told_to_the_reader(run, disk, make_prompt):
         if "hidden_states_path" in output.kv_transfer_params
     }
     assert wait_for(
-        lambda: {name.removesuffix(".error") for name in os.listdir(disk)} == told
+        lambda: {file.name.removesuffix(".error") for file in files(disk)} == told
     )
     for path in disk.iterdir():
         path.unlink()
@@ -314,7 +329,7 @@ def test_request_ids_that_are_no_file_names(run, disk, make_prompt):
         path = output.kv_transfer_params["hidden_states_path"]
         assert os.path.dirname(path) == str(disk)
         assert len(load_hidden_states(path, timeout=10)["token_ids"]) == 5
-    assert len(list(disk.iterdir())) == len(ids)
+    assert len(files(disk)) == len(ids)
 
 
 def test_file_names():

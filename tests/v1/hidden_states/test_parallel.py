@@ -2,7 +2,7 @@
 """Tensor, pipeline and data parallelism: real processes, one writer per file."""
 
 import json
-import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.v1.hidden_states.storage import files
 from vllm import SamplingParams, envs
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     cleanup_hidden_states,
     load_hidden_states,
 )
 from vllm.platforms import current_platform
-from vllm.v1.hidden_states.client import last_hidden_state
+from vllm.v1.hidden_states.client import hidden_states, last_hidden_state
 
 # Of every stage of two: the embeddings, the boundary, the last.
 LAYER_IDS = [6, 0, 3, 5]
@@ -176,14 +177,22 @@ def wait_for(condition, seconds: float = 10) -> bool:
 def test_rows_are_those_of_one_process(run, engine, make_prompt, reference_rows):
     """A token, a chunk, many chunks, beside decoding; layers of every stage."""
     prompts = [make_prompt(length) for length in (1, 2, 64, 65, 150)]
+    inline = make_prompt(90)
+    options = {"return_inline": True}
+    run.add(inline, extra_args={"kv_transfer_params": options})
     for number, prompt in enumerate(prompts):
         run.add(prompt, max_tokens=1 + 3 * (number % 2))
-    outputs = run.drain()
+    first, *outputs = sorted(run.drain(), key=lambda o: int(o.request_id[8:10]))
+    loaded = hidden_states(first)
+    token_ids = inline["prompt_token_ids"]
+    assert loaded["token_ids"].tolist() == token_ids
+    expected = reference_rows(token_ids)[:, LAYER_IDS]
+    torch.testing.assert_close(loaded["hidden_states"], expected, atol=1e-5, rtol=1e-5)
     assert len(outputs) == len(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         check(output, prompt, reference_rows)
-    assert {path.suffix for path in engine.storage.iterdir()} == {".safetensors"}
-    assert len(list(engine.storage.iterdir())) == len(prompts)
+    assert {path.suffix for path in files(engine.storage)} == {".safetensors"}
+    assert len(files(engine.storage)) == len(prompts)
 
 
 def test_one_rank_writes_and_has_the_memory_for_it(engine):
@@ -236,7 +245,9 @@ def test_aborts(run, engine, make_prompt, reference_rows, num_steps):
     settle(engine.llm)
     check(output, other, reference_rows)
     path = Path(output.kv_transfer_params["hidden_states_path"])
-    assert wait_for(lambda: os.listdir(engine.storage) == [path.name])
+    assert wait_for(
+        lambda: [file.name for file in files(engine.storage)] == [path.name]
+    )
 
 
 def test_a_failure_reaches_the_response(run, engine, make_prompt, reference_rows):
@@ -322,10 +333,17 @@ def test_data_parallel_ranks_with_and_without_work(
         check(SimpleNamespace(**response), prompts[number], reference_rows)
         paths.append(response["kv_transfer_params"]["hidden_states_path"])
     assert len(set(paths)) == 14
-    assert {str(path) for path in data_parallel.storage.iterdir()} == set(paths)
+    assert {str(path) for path in files(data_parallel.storage)} == set(paths)
     log = data_parallel.server.log.read_text()
+    metrics = data_parallel.server.get("/metrics")
     for rank in (0, 1):
         assert f"EngineCore_DP{rank}" in log
+        (counted,) = re.findall(
+            rf'^vllm:hidden_states_requests_total{{.*engine="{rank}".*}} (\S+)$',
+            metrics,
+            re.MULTILINE,
+        )
+        assert float(counted) >= 1
     for path in paths:
         cleanup_hidden_states(path)
     assert not list(data_parallel.storage.iterdir())

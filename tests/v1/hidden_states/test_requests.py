@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.v1.hidden_states.storage import files
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     load_hidden_states,
@@ -74,7 +75,7 @@ def test_requests_opt_in(engine, generate, make_prompt, reference_rows):
     output = generate(prompt, {"extract_hidden_states": True})
     assert output.num_cached_tokens == 0
     check(output, LAYER_IDS, reference_rows)
-    assert len(list(engine.storage.iterdir())) == 1
+    assert len(files(engine.storage)) == 1
 
 
 @pytest.mark.scenario("`hidden_states_layers`: a subset, in the request's order")
@@ -152,7 +153,7 @@ def test_a_stop_string(generate, make_prompt, reference_rows, include_stop):
 @pytest.mark.scenario("`n` > 1: one file, for the prompt")
 def test_several_choices(engine, generate, make_prompt, reference_rows):
     """One path, whichever choice ends last; the others find the prompt in the cache."""
-    files = set(engine.storage.iterdir())
+    before = set(files(engine.storage))
     for stop_token_ids in ([], list(range(0, 1000, 3))):
         output = generate(
             make_prompt(70),
@@ -164,7 +165,7 @@ def test_several_choices(engine, generate, make_prompt, reference_rows):
         )
         assert len(output.outputs) == 4
         check(output, LAYER_IDS, reference_rows)
-    assert len(set(engine.storage.iterdir()) - files) == 2
+    assert len(set(files(engine.storage)) - before) == 2
 
 
 def nested(depth):

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.v1.hidden_states.storage import files
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     load_hidden_states,
 )
-from vllm.v1.hidden_states.client import last_hidden_state
+from vllm.v1.hidden_states.client import hidden_states, last_hidden_state
 
 LAYER_IDS = [5, 0, 3]
 
@@ -110,9 +111,12 @@ def check(constant_layers, prompt, output, with_output: bool = False) -> None:
     token_ids = list(prompt["prompt_token_ids"])
     if with_output:
         token_ids += output.outputs[0].token_ids[:-1]
-    loaded = load_hidden_states(
-        output.kv_transfer_params["hidden_states_path"], timeout=10
-    )
+    if "hidden_states" in output.kv_transfer_params:
+        loaded = hidden_states(output)
+    else:
+        loaded = load_hidden_states(
+            output.kv_transfer_params["hidden_states_path"], timeout=10
+        )
     assert loaded["token_ids"].tolist() == token_ids
     positions = torch.arange(len(token_ids))
     for column, layer in enumerate(LAYER_IDS):
@@ -151,6 +155,7 @@ def test_every_row_is_its_own(engine, constant_layers, make_prompt):
 
 
 @pytest.mark.scenario("`include_output_tokens`, beside requests without")
+@pytest.mark.scenario("`return_inline`: rows in the response, beside files")
 def test_a_batch_of_32_beside_decoding(engine, constant_layers, make_prompt):
     """Chunks, whole prompts and decode tokens of many requests in every step."""
     count = 8 if is_slow(engine) else 32
@@ -159,7 +164,12 @@ def test_a_batch_of_32_beside_decoding(engine, constant_layers, make_prompt):
         SamplingParams(
             max_tokens=1 + i % 16,
             detokenize=False,
-            extra_args={"kv_transfer_params": {"include_output_tokens": i % 2 == 1}},
+            extra_args={
+                "kv_transfer_params": {
+                    "include_output_tokens": i % 2 == 1,
+                    "return_inline": i % 3 == 0,
+                }
+            },
         )
         for i in range(count)
     ]
@@ -171,6 +181,7 @@ def test_a_batch_of_32_beside_decoding(engine, constant_layers, make_prompt):
         priority=priorities if "scheduling_policy" in engine.settings else None,
     )
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert ("hidden_states" in output.kv_transfer_params) == (i % 3 == 0)
         check(constant_layers, prompt, output, with_output=i % 2 == 1)
         check_output(constant_layers, prompt, output)
 
@@ -209,7 +220,7 @@ def test_a_repeated_prompt_is_computed_in_full(engine, constant_layers, make_pro
 def test_others_keep_their_hits(engine, constant_layers, make_prompt):
     """They find what the extracted one has filled in, and leave no file."""
     prompt = make_prompt(300, seed=98)
-    files = set(engine.storage.iterdir())
+    before = set(files(engine.storage))
     for extract, num_cached in ((True, 0), (False, 256), (True, 0), (False, 256)):
         (output,) = engine.llm.generate(
             [prompt],
@@ -226,7 +237,7 @@ def test_others_keep_their_hits(engine, constant_layers, make_prompt):
             check(constant_layers, prompt, output)
         else:
             assert output.kv_transfer_params is None
-    assert len(set(engine.storage.iterdir()) - files) == 2
+    assert len(set(files(engine.storage)) - before) == 2
 
 
 @pytest.mark.last_hidden_state
@@ -275,4 +286,4 @@ def test_last_hidden_states(engine, constant_layers, make_prompt):
 
 
 def test_nothing_else_is_left_in_the_storage_path(engine):
-    assert {path.suffix for path in engine.storage.iterdir()} == {".safetensors"}
+    assert {path.suffix for path in files(engine.storage)} == {".safetensors"}

@@ -13,14 +13,15 @@ import openai
 import pytest
 import torch
 
+from tests.v1.hidden_states.storage import files
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
     load_hidden_states,
 )
 
-# What serves is the same for all engines: the users' kind of engine in every run.
+# What serves is the same for all engines: the one that starts soonest in every run.
 pytestmark = [
     pytest.mark.starts_processes,
-    pytest.mark.soak_in("V1 eager", "V2 eager"),
+    pytest.mark.soak_in("V1 compiled", "V2 eager"),
 ]
 
 LAYER_IDS = [6, 0, 3]
@@ -154,7 +155,7 @@ def test_streams(complete, chat, check, include_usage):
 
 @pytest.mark.scenario("`n` > 1 in a response and in a stream: one path")
 def test_several_choices(served, complete, chat, check):
-    files = set(served.storage.iterdir())
+    before = set(files(served.storage))
     options: dict[str, Any] = {"n": 3, "temperature": 1.0}
     response = chat(**options)
     assert len(response.choices) == 3
@@ -172,7 +173,7 @@ def test_several_choices(served, complete, chat, check):
         assert len(told) == 1
         assert params_of(chunks[-1]) == told[0]
         load_hidden_states(told[0]["hidden_states_path"], timeout=30)
-    assert len(set(served.storage.iterdir()) - files) == 4
+    assert len(set(files(served.storage)) - before) == 4
 
 
 @pytest.mark.scenario("`/v1/completions` with a list of prompts: a path in each choice")
@@ -308,7 +309,7 @@ def test_responses(served, check):
 
 @pytest.mark.scenario("a beam search over HTTP: no files, no options")
 def test_a_beam_search(served, complete, chat):
-    files = set(served.storage.iterdir())
+    before = set(files(served.storage))
     options: dict[str, Any] = {"use_beam_search": True, "n": 2}
     for body in ({}, {PARAMS: {"extract_hidden_states": False}}):
         response = served.client.completions.create(
@@ -316,7 +317,7 @@ def test_a_beam_search(served, complete, chat):
         )
         assert len(response.choices) == 2
         assert not params_of(response)
-    assert set(served.storage.iterdir()) == files
+    assert set(files(served.storage)) == before
     for body in ({"extract_hidden_states": True}, {"hidden_states_layers": [99]}):
         with pytest.raises(openai.BadRequestError, match="beam search hands out no"):
             served.client.completions.create(
@@ -329,11 +330,11 @@ def test_a_beam_search(served, complete, chat):
 
 @pytest.mark.scenario("health, models, tokenize: no files")
 def test_requests_that_generate_nothing(served):
-    files = set(served.storage.iterdir())
+    before = set(files(served.storage))
     served.server.get("/health")
     served.server.get("/v1/models")
     served.server.get("/metrics")
-    assert set(served.storage.iterdir()) == files
+    assert set(files(served.storage)) == before
 
 
 @pytest.mark.scenario("options that are not valid: HTTP 400, also for a stream")
@@ -350,7 +351,7 @@ def test_requests_that_generate_nothing(served):
     ],
 )
 def test_bad_options(complete, chat, served, params, fields, error, stream):
-    files = set(served.storage.iterdir())
+    before = set(files(served.storage))
     with pytest.raises(openai.BadRequestError, match=error):
         complete(TEXT, params, stream=stream, **fields)
     with pytest.raises(openai.BadRequestError, match=error):
@@ -367,13 +368,13 @@ def test_bad_options(complete, chat, served, params, fields, error, stream):
                 extra_body={PARAMS: params},
             )
     served.server.get("/health")
-    assert set(served.storage.iterdir()) == files
+    assert set(files(served.storage)) == before
 
 
 @pytest.mark.scenario("a client that gives up: its file goes, and nothing else")
 def test_clients_that_give_up(served, complete, check):
     """In the stream's middle, with a stop string and without."""
-    files = set(served.storage.iterdir())
+    before = set(files(served.storage))
     for stop in (None, "never said"):
         for params in ({}, {"include_output_tokens": True}):
             stream = complete(
@@ -383,8 +384,8 @@ def test_clients_that_give_up(served, complete, check):
             stream.close()
     response = complete(TEXT)
     path = check(params_of(response), response.choices[0].prompt_token_ids)
-    expected = {*files, Path(path)}
+    expected = {*before, Path(path)}
     deadline = time.monotonic() + 30
-    while set(served.storage.iterdir()) != expected and time.monotonic() < deadline:
+    while set(files(served.storage)) != expected and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert set(served.storage.iterdir()) == expected
+    assert set(files(served.storage)) == expected

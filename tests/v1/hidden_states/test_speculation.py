@@ -36,7 +36,7 @@ def method(row: str, name: str, *marks: Any, asynchronous: bool = False) -> Any:
 
 
 METHODS = [
-    method("`eagle3` beside", "eagle3"),
+    method("`eagle3` beside", "eagle3", pytest.mark.soak),
     method(
         "`eagle3` beside, asynchronous scheduling",
         "eagle3",
