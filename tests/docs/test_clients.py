@@ -27,6 +27,11 @@ def test_online_program_of_the_feature(docs: Any, server: Any) -> None:
     assert not list(server.files.glob("cmpl-*")), "the program has cleaned up"
 
 
+def test_rows_in_the_response(docs: Any, server: Any) -> None:
+    (block,) = (b for b in docs.read_blocks(docs.FEATURE_PAGE) if "_inline" in b.text)
+    assert server.run_python(block) == "torch.Size([9, 4, 128])\n"
+
+
 def test_online_example(docs: Any, server: Any) -> None:
     command = [sys.executable, str(docs.ROOT / ONLINE)]
     url = f"http://localhost:{server.port}/v1"

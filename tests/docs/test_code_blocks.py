@@ -30,7 +30,7 @@ def test_every_block_is_of_a_kind_that_is_checked(docs: Any) -> None:
             assert block.language in KINDS, block
     # The tests below run these, one by one.
     assert len(blocks(docs, "bash")) == 1
-    assert len(blocks(docs, "python")) == 7
+    assert len(blocks(docs, "python")) == 9
 
 
 def test_first_example(docs: Any, runner: Any) -> None:
@@ -45,7 +45,9 @@ def test_first_example(docs: Any, runner: Any) -> None:
 def test_offline_program_of_the_feature(docs: Any, runner: Any) -> None:
     block = docs.read_blocks(docs.FEATURE_PAGE)[0]
     assert "enable_chunked_prefill=False" in block.text
-    shapes = re.findall(r"torch.Size\((.+)\)", runner.run_python(block))
+    # In one process, which saves two starts.
+    output = runner.run_python(block, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    shapes = re.findall(r"torch.Size\((.+)\)", output)
     assert shapes == ["[9, 4, 128]", "[8, 4, 128]"]
 
 
@@ -74,6 +76,28 @@ def test_logits_of_the_last_layer(docs: Any, runner: Any) -> None:
     # The engine's rows are bfloat16; logits before the norm would differ by far more.
     distance = (names["logits"] - expected).norm() / expected.norm()
     assert distance < 0.05
+
+
+def test_a_sink_of_ones_own(docs: Any, tmp_path: Path) -> None:
+    (block,) = docs.read_blocks("docs/features/hidden_states_sinks.md")
+    names: dict[str, Any] = {}
+    exec(compile(block.text, str(block), "exec"), names)
+    import numpy as np
+    import torch
+
+    rows = torch.arange(24, dtype=torch.float32).view(3, 2, 4)
+    path = tmp_path / "a.safetensors"
+    request = names["SinkRequest"](
+        "a", str(path), np.arange(3), 3, (1, 2), 4, torch.float32
+    )
+    sink = names["open_sink"](request)
+    for position, num_rows in ((0, 2), (1, 2)):
+        data = rows[position : position + num_rows].numpy().view(np.uint8).data
+        sink.write(names["RowSpan"](position, num_rows, data.cast("B")))
+    sink.finish(np.arange(3))
+    saved = np.load(f"{path}.npy").view(np.float32).reshape(3, 2, 4)
+    assert (saved == rows.numpy()).all()
+    sink.withdraw(None)
 
 
 def test_configuration_by_layer_ids(docs: Any, runner: Any) -> None:

@@ -15,6 +15,7 @@ def example(docs: Any, name: str, folder: str = FOLDER) -> list[str]:
     return [sys.executable, str(docs.ROOT / folder / name)]
 
 
+@pytest.mark.soak
 def test_offline_example(docs: Any, runner: Any, tmp_path: Path) -> None:
     """With its own tiny model, and files that stay."""
     command = example(docs, "extract_hidden_states_offline.py")
@@ -39,6 +40,15 @@ def test_example_of_requests(docs: Any, runner: Any) -> None:
     assert "[9, 3, 128]: rows" in output
     assert "[9, 2, 128]: rows" in output
     assert "[16, 3, 128]: rows" in output
+
+
+def test_example_of_sinks(docs: Any, runner: Any, tiny_model: Any) -> None:
+    """In processes of its own, as a user has it: the worker finds the sink."""
+    command = example(docs, "extract_hidden_states_elsewhere.py")
+    command += ["--model", str(tiny_model), "--enforce-eager"]
+    output = runner.run(command, "the example of sinks")
+    assert "in the response: (9, 2, 128)" in output
+    assert "by the sink: (9, 2, 128), float32" in output
 
 
 @pytest.mark.soak

@@ -52,8 +52,10 @@ def test_options_are_those_of_the_configuration(docs: Any) -> None:
     table = docs.read_table(docs.FEATURE_PAGE, "options")
     assert [row[0] for row in table] == list(defaults)
     for option, written, _ in table:
-        if defaults[option] is not MISSING:
-            assert json.loads(written) == defaults[option], option
+        default = defaults[option]
+        if default is not MISSING:
+            default = list(default) if isinstance(default, tuple) else default
+            assert json.loads(written) == default, option
 
 
 def test_inserted_lines_are_those_of_the_patches(docs: Any) -> None:
@@ -113,6 +115,13 @@ def test_what_is_beside_the_last_hidden_state_is_tested(
     for feature, works, _ in table:
         assert works == "yes"
         assert f"\n| {feature} | " in tested, feature
+
+
+def test_promises_have_their_tests(docs: Any, collected: Any) -> None:
+    found = docs.read_table("docs/features/hidden_states_promise.md", "promise")
+    assert len(found) == 9
+    for promise, tests in found:
+        assert tests and set(tests.split(", ")) <= set(collected["tests"]), promise
 
 
 @pytest.mark.parametrize(("table", "rows"), [("wrong data", 13), ("crashes", 11)])
