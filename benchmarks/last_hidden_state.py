@@ -65,6 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="about, of a turn")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--clients", type=int, default=32, help="at once, over HTTP")
+    parser.add_argument("--only", default="", help="models whose title has this text")
     parser.add_argument("--output", type=Path, help="write the table there, and JSON")
     return parser.parse_args()
 
@@ -261,6 +262,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="last-hidden-state-") as folder:
         for number, (title, overrides) in enumerate(MODELS.items()):
+            if arguments.only not in title:
+                continue
             path = str(make_tiny_model(Path(folder) / str(number), **overrides))
             results[title] = measure_engine(path, arguments, title)
             results[title]["HTTP"] = measure_http(path, arguments, title)
