@@ -453,6 +453,9 @@ def test_a_directory_that_is_removed(run, make_prompt, storage, reference_rows):
     run.step()
     shutil.rmtree(storage)
     params = run.only()
+    # The locks went with the directory: who comes before the note is told only that
+    # nothing is there.
+    assert wait_for(lambda: list(storage.glob("*.error")))
     with pytest.raises(HiddenStatesError, match="No such file") as error:
         load_hidden_states(params["hidden_states_path"], timeout=10)
     assert error.value.advice and "leave shared_storage_path" in error.value.advice
