@@ -311,6 +311,13 @@ def test_one_path_for_two_requests_at_once(run, make_prompt, reference_rows):
     prompts = [make_prompt(150, seed=seed) for seed in range(2)]
     for prompt in prompts:
         run.add(prompt, hidden_states_path="twice.safetensors")
+    third = SimpleNamespace(
+        request_id="third",
+        kv_transfer_params={"hidden_states_path": "twice.safetensors"},
+        sampling_params=None,
+    )
+    cause, status = run.connector.refusal(third)
+    assert status == 409 and "twice.safetensors" in cause
     outputs = sorted(run.drain(), key=lambda output: output.request_id)
     told = [list(output.kv_transfer_params) for output in outputs]
     assert sorted(told) == [["hidden_states_error"], ["hidden_states_path"]]
@@ -533,6 +540,25 @@ def test_a_path_that_is_anothers_by_now(run, make_prompt, reference_rows):
     inner.abort_requests([first])
     path = output.kv_transfer_params["hidden_states_path"]
     run.settle()
+    check(load_hidden_states(path, timeout=10), prompt, reference_rows)
+
+
+def test_an_id_that_is_used_again(run, make_prompt, reference_rows):
+    """By a request that opts out, and is aborted: the older one's file is its own."""
+    prompt = make_prompt(20)
+    request_id = run.add(prompt)
+    path = run.only()["hidden_states_path"]
+    run.connector.on_new_request(
+        SimpleNamespace(
+            request_id=request_id,
+            kv_transfer_params={"extract_hidden_states": False},
+            sampling_params=None,
+        )
+    )
+    inner = run.core.engine_core.engine_core
+    run.settle()
+    inner.abort_requests([request_id])
+    assert not inner.scheduler.has_requests()  # nothing to tell the worker
     check(load_hidden_states(path, timeout=10), prompt, reference_rows)
 
 

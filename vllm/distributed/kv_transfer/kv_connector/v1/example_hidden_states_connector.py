@@ -229,6 +229,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """
         return None if vllm_config.hidden_states_config is not None else "LBNHC"
 
+    def _layer_ids(self, columns: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The layers of a request's columns, in their order."""
+        if columns is None:
+            return self.config.layer_ids
+        return tuple(self.config.layer_ids[column] for column in columns)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A preempted request owes nobody its KV cache."""
@@ -306,7 +312,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return min(request.num_prompt_tokens + request.max_tokens - 1, limit)
 
     def _bytes_per_row(self, asked: HiddenStatesRequest) -> int:
-        layers = self.config.layer_ids if asked.columns is None else asked.columns
+        layers = self._layer_ids(asked.columns)
         hidden_size = self._vllm_config.model_config.get_hidden_size()
         return len(layers) * hidden_size * self._bytes_per_value
 
@@ -318,6 +324,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: "Request") -> None:
         request_id = request.request_id
+        # An id used again is not that of an older request, whose client has its path.
+        self._recent.pop(request_id, None)
         failure = None
         try:
             asked = parse_request(request.kv_transfer_params, self.config)
@@ -525,9 +533,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if len(rows) < num_bytes:
             cause = f"{len(rows)} bytes of {num_bytes} have come from the worker"
             return {"hidden_states_error": cause}
-        layer_ids = self.config.layer_ids
-        if asked.columns is not None:
-            layer_ids = tuple(layer_ids[column] for column in asked.columns)
+        layer_ids = self._layer_ids(asked.columns)
         hidden_size = self._vllm_config.model_config.get_hidden_size()
         return {
             "hidden_states": {
@@ -624,9 +630,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _sink_request(self, new: NewFile) -> SinkRequest:
-        layer_ids = self.config.layer_ids
-        if new.columns is not None:
-            layer_ids = tuple(layer_ids[column] for column in new.columns)
+        layer_ids = self._layer_ids(new.columns)
         return SinkRequest(
             new.request_id,
             new.path,
