@@ -231,16 +231,16 @@ def test_hours_in_minutes(
     start = time.monotonic()
     soak, before, after = asyncio.run(run())
     seconds = time.monotonic() - start
+    # Whose client gave up when the answer was on its way in this process already.
+    left = files(disk)
     print(
         f"\n{seconds:.0f} s, {soak.num_rows} rows compared; {dict(soak.seen)}; "
-        f"before {before}, after {after}"
+        f"before {before}, after {after}; {len(left)} files left"
     )
     for kind in ("file", "in the response", "opted out", "given up"):
         assert soak.seen[kind] > 50, soak.seen
     if SECONDS > 120:
         assert soak.seen["error in the response"] + soak.seen["error at the path"] > 5
-    # Whose client gave up when the answer was on its way in this process already.
-    left = files(disk)
     assert len(left) < 0.02 * soak.seen["given up"] + 2, left
     for path in left:
         with safe_open(path, framework="pt") as file:
