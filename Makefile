@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DIST := build/dist
 # What decides whether the wheel has to be built again.
-SOURCES := vllm patches series requirements/stock-cpu.txt requirements/stock-cuda.txt \
+SOURCES := CMakeLists.txt csrc vllm patches series requirements/stock-cpu.txt requirements/stock-cuda.txt \
     setup.py pyproject.toml MANIFEST.in README.md LICENSE
 # What is linted; build/ may hold a tree of vLLM's own files.
 PYTHON_SOURCES := benchmarks examples series tests tools vllm setup.py

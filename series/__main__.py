@@ -99,7 +99,10 @@ def _tree(series: Series, arguments: argparse.Namespace) -> int:
     location, target = _stock(arguments)
     stock = Stock(location if location.is_dir() else unpacked(location))
     directory = arguments.directory.resolve()
-    for path in tree.make_tree(series, stock, target, directory, arguments.force):
+    native = directory.with_name("native")
+    for path in tree.make_tree(
+        series, stock, target, directory, arguments.force, native
+    ):
         print(f"kept your edit of {path}: `refresh` makes it a patch")
     if arguments.pth or arguments.install:
         for written in tree.install_path(directory, arguments.pth):

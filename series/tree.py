@@ -19,6 +19,7 @@ from pathlib import Path
 from .compose import VERSION_MODULE, Series, compose
 from .errors import SeriesError
 from .files import write_all
+from .native import build_native
 from .patch import blob_id
 from .stock import Stock, check_unedited, package_files
 from .wheel import write_dist_info
@@ -59,7 +60,12 @@ def real_files(directory: Path) -> list[str]:
 
 
 def make_tree(
-    series: Series, stock: Stock, target: str, directory: Path, force: bool = False
+    series: Series,
+    stock: Stock,
+    target: str,
+    directory: Path,
+    force: bool = False,
+    native: Path | None = None,
 ) -> list[str]:
     """Composes or updates the tree in `directory`.
 
@@ -69,6 +75,8 @@ def make_tree(
         target: "cpu" or "cuda".
         directory: Where the tree is, or will be.
         force: Whether to drop edits that `refresh` did not take yet.
+        native: Where to build the native part, which the tree links to; None to do
+            without.
 
     Returns:
         The paths of the edited copies that were kept.
@@ -84,6 +92,8 @@ def make_tree(
     links = {path: stock.location / path for path in stock.paths()} | dict(
         series.modules
     )
+    if native is not None:
+        links |= build_native(series.root, target, native)
     copies = {path: contents[path] for path in contents if path not in series.modules}
     for path in copies:
         links.pop(path, None)

@@ -24,6 +24,7 @@ from wheel.wheelfile import WheelFile
 
 from .compose import Series, compose
 from .errors import SeriesError
+from .native import build_native
 from .release import UPSTREAM_RELEASE, version
 from .stock import Stock, check_target, wheel_tag
 
@@ -137,6 +138,9 @@ def build(series: Series, wheel: Path, target: str, output: Path) -> Path:
         for name, content in dist_info(series, stock, target).items()
     }
     composed = compose(series, stock, target)
+    with tempfile.TemporaryDirectory(prefix="native-") as folder:
+        native = build_native(series.root, target, Path(folder))
+        composed |= {name: path.read_bytes() for name, path in native.items()}
     output.mkdir(parents=True, exist_ok=True)
     final = output / f"vllm-{version(target)}-{tag}.whl"
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=output) as folder:
