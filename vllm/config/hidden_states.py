@@ -73,6 +73,12 @@ class HiddenStatesConfig:
     """Permissions of files, in octal. Directories that are made can be searched by
     those who may read the files."""
 
+    storage_dtype: Literal["auto", "float16", "bfloat16", "float32", "float8_e4m3"] = (
+        "auto"
+    )
+    """What rows are stored in; the model's own dtype by ``"auto"``. Beside float8_e4m3
+    rows stands a scale of each."""
+
     fsync: bool = False
     """Show a file only when it is on the disk, and would outlive a power failure."""
 

@@ -1109,7 +1109,10 @@ def test_inline_rows_are_in_the_outbox_once():
     second.write(RowSpan(5, 3, memoryview(data)))
     expected = bytes(data)
     data[:] = bytes(len(data))  # the slot is used again
-    assert outbox.take() == [("first", 0, expected), ("second", 5, expected)]
+    assert outbox.take() == [
+        ("first", 0, expected, b""),
+        ("second", 5, expected, b""),
+    ]
     assert outbox.take() == []
     first.finish(np.arange(3))
     second.withdraw("cause")
@@ -1124,11 +1127,11 @@ def test_inline_rows_are_there_when_the_writer_is_drained(engine):
     engine.step((writer, 4, rows[4:]))
     writer.drain()
     taken = outbox.take()
-    assert [(request_id, position) for request_id, position, _ in taken] == [
+    assert [(request_id, position) for request_id, position, *_ in taken] == [
         ("request", 0),
         ("request", 4),
     ]
-    assert b"".join(data for _, _, data in taken) == bytes(span_of(rows).data)
+    assert b"".join(data for _, _, data, _ in taken) == bytes(span_of(rows).data)
 
 
 # ---- Sinks of third parties ----------------------------------------------------

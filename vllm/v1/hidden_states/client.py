@@ -46,21 +46,25 @@ def last_hidden_state(response: Any) -> np.ndarray:
     return np.array(vector, dtype=np.float32)
 
 
-def hidden_states(response: Any) -> dict[str, Any]:
+def hidden_states(response: Any, dequantize: bool = False) -> dict[str, Any]:
     """The rows of a request that asked for ``return_inline``.
 
     Args:
         response: As of ``last_hidden_state``.
+        dequantize: Give hidden states in the model's dtype, whatever the server's
+            ``storage_dtype`` is.
 
     Returns:
         As ``load_hidden_states`` does: ``hidden_states`` ``[num_tokens, num_layers,
-        hidden_size]`` in the model's dtype, and ``token_ids`` ``[num_tokens]`` int64;
-        tensors of PyTorch.
+        hidden_size]``, and ``token_ids`` ``[num_tokens]`` int64; beside float8_e4m3
+        also ``hidden_states_scales`` ``[num_tokens, 1, 1]``. Tensors of PyTorch.
 
     Raises:
         LookupError: if there are none, with the server's reason if it gave one.
     """
     import torch
+
+    from vllm.v1.hidden_states.dtypes import SCALES, dequantized
 
     params = _params(response)
     told = params.get(ROWS)
@@ -71,12 +75,19 @@ def hidden_states(response: Any) -> dict[str, Any]:
             f'"{FIELD}": {{"return_inline": true}}',
         )
         raise LookupError(f"this response has no hidden states: {reason}")
-    data = bytearray(base64.b64decode(told["data"]))
-    rows = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, told["dtype"]))
-    return {
-        "hidden_states": rows.view(told["shape"]),
+
+    def decode(data: str, dtype: torch.dtype) -> torch.Tensor:
+        decoded = bytearray(base64.b64decode(data))
+        return torch.frombuffer(decoded, dtype=torch.uint8).view(dtype)
+
+    rows = decode(told["data"], getattr(torch, told["dtype"])).view(told["shape"])
+    tensors = {
+        "hidden_states": rows,
         "token_ids": torch.tensor(told["token_ids"], dtype=torch.int64),
     }
+    if "scales" in told:
+        tensors[SCALES] = decode(told["scales"], torch.float32).view(-1, 1, 1)
+    return dequantized(tensors, told["model_dtype"]) if dequantize else tensors
 
 
 def _params(response: Any) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.v1.hidden_states.capture import HiddenStateCapture, RowReceiver
+from vllm.v1.hidden_states.dtypes import FLOAT8
 from vllm.v1.hidden_states.last import LastHiddenStateCapture
 from vllm.v1.hidden_states.last_request import wants_last
 from vllm.v1.hidden_states.runner import RunnerCapture
@@ -92,7 +93,7 @@ def create_extraction(
     return HiddenStateCapture(
         layer_ids=config.layer_ids,
         hidden_size=vllm_config.model_config.get_hidden_size(),
-        dtype=model_dtype(vllm_config),
+        dtype=stored_dtype(vllm_config),
         max_rows=vllm_config.scheduler_config.max_num_batched_tokens,
         num_slots=config.num_ring_slots,
         device=device,
@@ -192,9 +193,20 @@ def _relay(
 
 
 def model_dtype(vllm_config: "VllmConfig") -> torch.dtype:
-    """The dtype of rows as they are stored: the model's."""
+    """The dtype of rows as the model computes them."""
     dtype = vllm_config.model_config.dtype
     assert isinstance(dtype, torch.dtype)  # resolved from its name long before
+    return dtype
+
+
+def stored_dtype(vllm_config: "VllmConfig") -> torch.dtype:
+    """The dtype of rows as they are stored."""
+    config = vllm_config.hidden_states_config
+    if config is None or config.storage_dtype == "auto":
+        return model_dtype(vllm_config)
+    if config.storage_dtype == "float8_e4m3":
+        return FLOAT8
+    dtype: torch.dtype = getattr(torch, config.storage_dtype)
     return dtype
 
 

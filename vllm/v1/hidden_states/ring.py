@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm.v1.hidden_states.dtypes import FLOAT8
 from vllm.v1.hidden_states.pack import pack_rows
 from vllm.v1.hidden_states.plan import Span
 
@@ -20,31 +21,35 @@ from vllm.v1.hidden_states.plan import Span
 class Slot:
     """Rows ``[max_rows, L, H]`` of one step, on the device and on the host.
 
-    On a CPU the two are the same memory.
+    On a CPU the two are the same memory. Beside them, where there are any: a scale of
+    each row, and the position of its token.
     """
 
     def __init__(self, ring: "Ring", shape: tuple[int, int, int], dtype: torch.dtype):
         self.ring = ring
         on_host = ring.device.type == "cpu"
-        self.device_rows = torch.empty(shape, dtype=dtype, device=ring.device)
-        self.host_rows = (
-            self.device_rows
-            if on_host
-            else torch.empty(shape, dtype=dtype, pin_memory=True)
-        )
+        # Pairs of the same shape, on the device and on the host.
+        self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def twins(
+            shape: tuple[int, ...], dtype: torch.dtype
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            device = torch.empty(shape, dtype=dtype, device=ring.device)
+            if on_host:
+                return device, device
+            host = torch.empty(shape, dtype=dtype, pin_memory=True)
+            self._twins.append((device, host))
+            return device, host
+
+        self.device_rows, self.host_rows = twins(shape, dtype)
         # [max_rows, L, H * bytes of a value]
         self._bytes = self.host_rows.view(torch.uint8).numpy()
-        self._device_positions: torch.Tensor | None = None
-        self._host_positions: torch.Tensor | None = None
+        self._device_scales = self._host_scales = None
+        if dtype == FLOAT8:
+            self._device_scales, self._host_scales = twins(shape[:1], torch.float32)
+        self._device_positions = self._host_positions = None
         if ring.with_positions:
-            self._device_positions = torch.empty(
-                shape[0], dtype=torch.int64, device=ring.device
-            )
-            self._host_positions = (
-                self._device_positions
-                if on_host
-                else torch.empty(shape[0], dtype=torch.int64, pin_memory=True)
-            )
+            self._device_positions, self._host_positions = twins(shape[:1], torch.int64)
         self._copied = None if on_host else ring.device_module.Event()
         self.num_users = 0
 
@@ -61,7 +66,7 @@ class Slot:
             positions: ``[N]`` of the step's tokens, on the device, for a ring that
                 keeps them.
         """
-        num_rows = pack_rows(layers, spans, self.device_rows)
+        num_rows = pack_rows(layers, spans, self.device_rows, self._device_scales)
         if self._device_positions is not None:
             assert positions is not None, "this ring keeps the rows' positions"
             pack_rows([positions], spans, self._device_positions[:, None])
@@ -72,11 +77,8 @@ class Slot:
         # after its release, so after the copy.
         copy_stream.wait_stream(self.ring.device_module.current_stream())
         with self.ring.device_module.stream(copy_stream):
-            self.host_rows[:num_rows].copy_(
-                self.device_rows[:num_rows], non_blocking=True
-            )
-            if self._host_positions is not None and self._device_positions is not None:
-                self._host_positions.copy_(self._device_positions, non_blocking=True)
+            for device, host in self._twins:
+                host[:num_rows].copy_(device[:num_rows], non_blocking=True)
             self._copied.record(copy_stream)
 
     def wait(self) -> None:
@@ -97,6 +99,12 @@ class Slot:
         if columns is not None:
             rows = np.ascontiguousarray(rows[:, list(columns)])
         return rows.reshape(-1).data
+
+    def row_scales(self, first: int, num_rows: int) -> memoryview | None:
+        """The bytes of the scales, float32, of such rows; None where they have none."""
+        if self._host_scales is None:
+            return None
+        return self._host_scales[first : first + num_rows].numpy().data.cast("B")
 
     def position(self, row: int, planned: int) -> int:
         """The position of a row's token, once the rows are on the host.
@@ -139,7 +147,6 @@ class Ring:
     ):
         self.device = device
         self.with_positions = with_positions
-        self.bytes_per_row = shape[1] * shape[2] * dtype.itemsize
         if device.type != "cpu":
             self.device_module = torch.get_device_module(device)
             self.copy_stream = self.device_module.Stream()

@@ -67,6 +67,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_sink import (
     InlineSink,
     OpenSink,
     Outbox,
+    Rows,
     Sink,
     SinkRequest,
     WholeTensorSink,
@@ -87,7 +88,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.hidden_states.factory import is_writer, model_dtype
+from vllm.v1.hidden_states.dtypes import FLOAT8, name_of
+from vllm.v1.hidden_states.factory import is_writer, model_dtype, stored_dtype
 from vllm.v1.hidden_states.plan import Span
 from vllm.v1.hidden_states.request import (
     HiddenStatesRequest,
@@ -147,8 +149,10 @@ class _Extraction:
     has_room: bool = False
     failure: str | None = None
     stop: IncrementalDetokenizer | None = None
-    rows: bytearray | None = None
+    rows: Rows | None = None
     """For the response."""
+    scales: Rows | None = None
+    """Of these rows."""
 
 
 def extract_from_kv_cache(
@@ -205,11 +209,13 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "EngineArgs.create_engine_config() makes from the speculative config "
                 "or the connector's layer_ids"
             )
-        if config.checksum is not None and hasattr(self, "_write_tensors"):
-            raise ValueError(
-                f"checksum {config.checksum!r}: {type(self).__name__} overrides "
-                "_write_tensors, and its files are its own; valid: none"
-            )
+        for option, valid in (("checksum", None), ("storage_dtype", "auto")):
+            value = getattr(config, option)
+            if value != valid and hasattr(self, "_write_tensors"):
+                raise ValueError(
+                    f"{option} {value!r}: {type(self).__name__} overrides "
+                    f"_write_tensors, and its files are its own; valid: {valid!r}"
+                )
         self.config = config
         self._storage_path = os.path.abspath(config.shared_storage_path)
         if role == KVConnectorRole.SCHEDULER:
@@ -248,7 +254,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # Now, as it may take seconds; it is None with skip_tokenizer_init.
         self._tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
         self._extractions: dict[str, _Extraction] = {}
-        self._bytes_per_value = model_dtype(self._vllm_config).itemsize
+        self._dtype = stored_dtype(self._vllm_config)
         self._keeper = StorageKeeper(
             self.config.save_roots,
             is_deep=self.config.allow_custom_save_path,
@@ -292,6 +298,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         bytes_per_row = self._bytes_per_row(asked)
         if asked.is_inline:
             limit = self.config.max_inline_bytes
+            bytes_per_row += self._bytes_per_scale
             refuse_beyond_inline(asked, num_rows, bytes_per_row, limit)
             return None
         full = self._keeper.cannot_hold(self._stored_bytes(asked, request))
@@ -314,12 +321,18 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def _bytes_per_row(self, asked: HiddenStatesRequest) -> int:
         layers = self._layer_ids(asked.columns)
         hidden_size = self._vllm_config.model_config.get_hidden_size()
-        return len(layers) * hidden_size * self._bytes_per_value
+        return len(layers) * hidden_size * self._dtype.itemsize
+
+    @property
+    def _bytes_per_scale(self) -> int:
+        """Of each row's scale, where there is one."""
+        return 4 if self._dtype == FLOAT8 else 0
 
     def _stored_bytes(self, asked: HiddenStatesRequest, request: "Request") -> int:
         if asked.is_inline or self.config.sink is not None:
             return 0
-        bytes_per_row = self._bytes_per_row(asked) + 8  # and the token id
+        # And the token id.
+        bytes_per_row = self._bytes_per_row(asked) + self._bytes_per_scale + 8
         return HEADER_ROOM + self._max_rows(asked, request) * bytes_per_row
 
     def on_new_request(self, request: "Request") -> None:
@@ -349,7 +362,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return
         extraction.stop = self._make_stop(request)
         extraction.path = asked.path or extraction.path
-        extraction.rows = bytearray() if asked.is_inline else None
+        if asked.is_inline:
+            extraction.rows = Rows(self._bytes_per_row(asked))
+            extraction.scales = Rows(4)
         extraction.num_bytes = self._stored_bytes(asked, request)
         if self._waiting or not self._take_room(extraction, request):
             self._waiting[request_id] = request
@@ -467,12 +482,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id, cause in metadata.failures.items():
             if request_id in self._extractions:
                 self._extractions[request_id].failure = cause
-        for request_id, position, data in metadata.rows:
-            extraction = self._extractions.get(request_id)
+        for rows in metadata.rows:
+            extraction = self._extractions.get(rows.request_id)
             if extraction is not None and extraction.rows is not None:
-                assert extraction.asked is not None
-                first = position * self._bytes_per_row(extraction.asked)
-                extraction.rows[first : first + len(data)] = data
+                assert extraction.scales is not None
+                extraction.rows.put(rows.position, rows.data)
+                extraction.scales.put(rows.position, rows.scales)
 
     def abandon(self, request_ids: Iterable[str]) -> None:
         """These are aborted; some may have ended, and nobody has read their answer."""
@@ -527,24 +542,29 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _inline(self, extraction: _Extraction, token_ids: np.ndarray) -> dict[str, Any]:
         """What a response has in place of a path."""
-        asked, rows = extraction.asked, extraction.rows
-        assert asked is not None and rows is not None
-        num_bytes = len(token_ids) * self._bytes_per_row(asked)
-        if len(rows) < num_bytes:
-            cause = f"{len(rows)} bytes of {num_bytes} have come from the worker"
+        asked, rows, scales = extraction.asked, extraction.rows, extraction.scales
+        assert asked is not None and rows is not None and scales is not None
+        num_rows = len(token_ids)
+        data = rows.take(num_rows)
+        num_bytes = num_rows * self._bytes_per_row(asked)
+        if len(data) < num_bytes:
+            cause = f"{len(data)} bytes of {num_bytes} have come from the worker"
             return {"hidden_states_error": cause}
         layer_ids = self._layer_ids(asked.columns)
         hidden_size = self._vllm_config.model_config.get_hidden_size()
-        return {
-            "hidden_states": {
-                "data": base64.b64encode(memoryview(rows)[:num_bytes]).decode("ascii"),
-                "encoding_format": "base64",
-                "dtype": str(model_dtype(self._vllm_config)).removeprefix("torch."),
-                "shape": [len(token_ids), len(layer_ids), hidden_size],
-                "layer_ids": list(layer_ids),
-                "token_ids": token_ids.tolist(),
-            }
+        told = {
+            "data": base64.b64encode(data).decode("ascii"),
+            "encoding_format": "base64",
+            "dtype": name_of(self._dtype),
+            "model_dtype": name_of(model_dtype(self._vllm_config)),
+            "shape": [num_rows, len(layer_ids), hidden_size],
+            "layer_ids": list(layer_ids),
+            "token_ids": token_ids.tolist(),
         }
+        if self._bytes_per_scale:
+            # float32, one a row.
+            told["scales"] = base64.b64encode(scales.take(num_rows)).decode("ascii")
+        return {"hidden_states": told}
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -557,10 +577,11 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _init_worker_side(self) -> None:
         model_config = self._vllm_config.model_config
-        self._dtype = model_dtype(self._vllm_config)
+        self._dtype = stored_dtype(self._vllm_config)
         self._metadata = {
             "model": str(model_config.model),
-            "dtype": str(self._dtype).removeprefix("torch."),
+            "dtype": name_of(model_dtype(self._vllm_config)),
+            "storage_dtype": name_of(self._dtype),
             # True of every layer: the last id is the last layer's output before it.
             "final_norm": "not applied",
         }
@@ -644,6 +665,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 "layer_ids": str(list(layer_ids)),
                 "num_prompt_tokens": str(len(new.token_ids)),
             },
+            model_dtype(self._vllm_config),
         )
 
     def _open_sink_of(self, new: NewFile) -> OpenSink:

@@ -38,6 +38,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm.v1.hidden_states.dtypes import FLOAT8, SCALES, dequantized
+
 FORMAT_VERSION = "1"
 
 PARTIAL_SUFFIX = ".partial"
@@ -84,6 +86,7 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float64: "F64",
+    FLOAT8: "F8_E4M3",
 }
 
 
@@ -217,6 +220,7 @@ class HiddenStatesFile:
         hidden_size: int,
         dtype: torch.dtype,
         metadata: dict[str, str],
+        scales: bytes | memoryview = b"",
     ) -> None:
         """Write token ids and header, show the file under its name, drop the lock.
 
@@ -226,17 +230,20 @@ class HiddenStatesFile:
             hidden_size: H.
             dtype: Of the rows.
             metadata: For the header, beside the request id and format version.
+            scales: ``[num_tokens]`` float32, of float8_e4m3 rows.
         """
         num_tokens = len(token_ids)
         rows_end = num_tokens * num_layers * hidden_size * dtype.itemsize
+        scales_end = rows_end + len(scales)
         token_bytes = np.ascontiguousarray(token_ids, "<i8").data.cast("B")
+        end = scales_end + len(token_bytes)
         about = {
             "format": "pt",
             VERSION_KEY: FORMAT_VERSION,
             "request_id": self.request_id[:MAX_REQUEST_ID],
             **metadata,
         }
-        header = {
+        header: dict[str, Any] = {
             "__metadata__": about,
             "hidden_states": {
                 "dtype": DTYPE_NAMES[dtype],
@@ -246,11 +253,18 @@ class HiddenStatesFile:
             "token_ids": {
                 "dtype": "I64",
                 "shape": [num_tokens],
-                "data_offsets": [rows_end, rows_end + len(token_bytes)],
+                "data_offsets": [scales_end, end],
             },
         }
-        _write_at(self._fd, token_bytes, HEADER_ROOM + rows_end)
-        os.ftruncate(self._fd, HEADER_ROOM + rows_end + len(token_bytes))
+        if scales:
+            header[SCALES] = {
+                "dtype": "F32",
+                "shape": [num_tokens, 1, 1],
+                "data_offsets": [rows_end, scales_end],
+            }
+            _write_at(self._fd, memoryview(scales), HEADER_ROOM + rows_end)
+        _write_at(self._fd, token_bytes, HEADER_ROOM + scales_end)
+        os.ftruncate(self._fd, HEADER_ROOM + end)
         if self.options.checksum is not None:
             # Of what stands in the file, not of what was meant to.
             about[CHECKSUM_KEY] = _checksum(self._fd, self.options.checksum)
@@ -408,7 +422,10 @@ class HiddenStatesFile:
 
 
 def load_hidden_states(
-    path: str, timeout: float | None = None, verify: bool = False
+    path: str,
+    timeout: float | None = None,
+    verify: bool = False,
+    dequantize: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Load the hidden states of one request; waits until they are complete.
 
@@ -420,10 +437,14 @@ def load_hidden_states(
             writer lives.
         verify: Compare the file with its checksum (of a server with the option
             ``checksum``) before it is loaded.
+        dequantize: Give hidden states in the model's dtype, whatever is stored (a
+            server's option ``storage_dtype``), and no scales.
 
     Returns:
         ``hidden_states`` ``[num_tokens, num_layers, hidden_size]`` and ``token_ids``
-        ``[num_tokens]`` int64, on the CPU.
+        ``[num_tokens]`` int64, on the CPU. Beside float8_e4m3 hidden states stand
+        ``hidden_states_scales`` ``[num_tokens, 1, 1]`` float32, by which they have to
+        be multiplied.
 
     Raises:
         HiddenStatesError: if there is no complete file and none will come.
@@ -438,7 +459,8 @@ def load_hidden_states(
     if os.path.exists(path):
         if verify:
             _verify_checksum(path)
-        return _read(path)
+        tensors, metadata = _read(path)
+        return dequantized(tensors, metadata.get("dtype")) if dequantize else tensors
     # Before the note: a sweeper makes the one of the other at any time.
     is_left = is_abandoned and os.path.exists(path + PARTIAL_SUFFIX)
     _raise_noted_error(path)
@@ -487,10 +509,11 @@ def _refuse_directory(path: str) -> None:
         raise HiddenStatesError(path, cause)
 
 
-def _read(path: str) -> dict[str, torch.Tensor]:
+def _read(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+            metadata: dict[str, str] = file.metadata() or {}
     # safetensors opens the file twice, and raises a bare RuntimeError the second time.
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         if not os.path.exists(path):
@@ -514,7 +537,14 @@ def _read(path: str) -> dict[str, torch.Tensor]:
         raise HiddenStatesError(
             path, f"the file there has {num_rows} rows for {num_tokens} token ids"
         )
-    return tensors
+    scales = tensors.get(SCALES)
+    if scales is not None:
+        if list(scales.shape) != [num_rows, 1, 1] or scales.dtype != torch.float32:
+            kind = f"{list(scales.shape)} of {scales.dtype} for {num_rows} rows"
+            raise HiddenStatesError(path, f"the file there has scales {kind}")
+    elif rows.dtype == FLOAT8:
+        raise HiddenStatesError(path, f"the file there has no tensor {SCALES!r}")
+    return tensors, metadata
 
 
 def _raise_noted_error(path: str) -> None:

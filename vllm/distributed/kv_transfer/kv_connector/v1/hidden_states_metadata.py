@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,15 @@ class HiddenStatesConnectorMetadata(KVConnectorMetadata):
     """Requests that ended before, and whose answer nobody has read: their paths."""
 
 
-InlineRows = tuple[str, int, bytes]
-"""Request id, position of the first row, and the rows' bytes."""
+class InlineRows(NamedTuple):
+    """Rows of one step that go into a response."""
+
+    request_id: str
+    position: int
+    """Of the first row's token."""
+    data: bytes
+    scales: bytes
+    """``[num_rows]`` float32; empty where the rows have none."""
 
 
 @dataclass

@@ -23,6 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     HiddenStatesFile,
     is_hidden_states_file,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_metadata import (
+    InlineRows,
+)
+from vllm.v1.hidden_states.dtypes import FLOAT8
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,24 @@ class SinkRequest:
 
     hidden_size: int
     dtype: torch.dtype
+    """Of the rows as they are stored."""
+
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What a file would say of itself; see ``docs/features``."""
+
+    model_dtype: torch.dtype | None = None
+    """Of the model that computes them; None for the same."""
 
     @property
     def bytes_per_row(self) -> int:
         """Of a row ``[num_layers, hidden_size]``."""
         return len(self.layer_ids) * self.hidden_size * self.dtype.itemsize
+
+    @property
+    def is_narrower(self) -> bool:
+        """Whether there are values of the model that cannot be stored."""
+        computed = self.model_dtype or self.dtype
+        return self.dtype != computed and self.dtype in (FLOAT8, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,15 @@ class RowSpan:
     num_rows: int
     data: memoryview
     """Row-major bytes, whose memory is used again after the call."""
+
+    scales: memoryview | None = None
+    """``[num_rows]`` float32, whose memory is, too: what each row's values have to be
+    multiplied by. None but for float8_e4m3."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows, with their scales."""
+        return len(self.data) + len(self.scales or b"")
 
 
 class Sink(ABC):
@@ -140,12 +164,16 @@ class FileSink(Sink):
     ):
         self._request = request
         self.file = HiddenStatesFile(request.path, request.request_id, options)
+        # Small, and their place in the file is behind the last row.
+        self._scales = Rows(4)
         if roots is not None:
             confine(request.path, roots)
         self.file.open((request.num_rows or 0) * request.bytes_per_row)
 
     def write(self, span: RowSpan) -> None:
         self.file.write(span.position * self._request.bytes_per_row, span.data)
+        if span.scales is not None:
+            self._scales.put(span.position, span.scales)
 
     def finish(self, token_ids: np.ndarray) -> None:
         self.file.finish(
@@ -154,6 +182,7 @@ class FileSink(Sink):
             self._request.hidden_size,
             self._request.dtype,
             dict(self._request.metadata),
+            self._scales.take(len(token_ids)),
         )
 
     def withdraw(self, cause: str | None, advice: str | None = None) -> None:
@@ -180,17 +209,25 @@ def confine(path: str, roots: Sequence[str]) -> None:
         raise FileExistsError(f"{path!r} is there, and no file of hidden states")
 
 
-class _Buffer:
-    """Rows in memory, by their positions."""
+class Rows:
+    """Rows in memory, by their positions; of a request that was preempted, again.
 
-    def __init__(self, request: SinkRequest):
-        self._bytes_per_row = request.bytes_per_row
-        self.data = bytearray((request.num_rows or 0) * request.bytes_per_row)
+    Args:
+        bytes_per_row: Of each.
+    """
 
-    def write(self, span: RowSpan) -> None:
-        first = span.position * self._bytes_per_row
-        # Beyond the end it appends: rows of outputs, whose number is not known.
-        self.data[first : first + len(span.data)] = span.data
+    def __init__(self, bytes_per_row: int):
+        self._bytes_per_row = bytes_per_row
+        self.data = bytearray()
+
+    def put(self, position: int, data: bytes | memoryview) -> None:
+        """Rows from ``position`` on, before which none is missing."""
+        first = position * self._bytes_per_row
+        self.data[first : first + len(data)] = data
+
+    def take(self, num_rows: int) -> memoryview:
+        """The first rows, of as many as there are."""
+        return memoryview(self.data)[: num_rows * self._bytes_per_row]
 
 
 class WholeTensorSink(Sink):
@@ -215,18 +252,18 @@ class WholeTensorSink(Sink):
         if roots is not None:
             confine(request.path, roots)
         self._write_tensors = write_tensors
-        self._buffer = _Buffer(request)
+        self._rows = Rows(request.bytes_per_row)
         self.file = HiddenStatesFile(request.path, request.request_id, options)
         self.file.open()
 
     def write(self, span: RowSpan) -> None:
-        self._buffer.write(span)
+        self._rows.put(span.position, span.data)
 
     def finish(self, token_ids: np.ndarray) -> None:
         request = self._request
         shape = (len(token_ids), len(request.layer_ids), request.hidden_size)
-        num_bytes = len(token_ids) * request.bytes_per_row
-        rows = torch.frombuffer(self._buffer.data, dtype=torch.uint8)[:num_bytes]
+        data = self._rows.take(len(token_ids))
+        rows = torch.frombuffer(data, dtype=torch.uint8)
         tensors = {
             "hidden_states": rows.view(request.dtype).view(shape),
             "token_ids": torch.from_numpy(token_ids.copy()),
@@ -234,10 +271,10 @@ class WholeTensorSink(Sink):
         self.file.finish_by(
             lambda path, lock_fd: self._write_tensors(tensors, _Done(), path, lock_fd)
         )
-        self._buffer.data = bytearray()
+        self._rows = Rows(self._request.bytes_per_row)
 
     def withdraw(self, cause: str | None, advice: str | None = None) -> None:
-        self._buffer.data = bytearray()
+        self._rows = Rows(self._request.bytes_per_row)
         if cause is None:
             self.file.remove()
         elif self.file.is_open:
@@ -259,14 +296,14 @@ class Outbox:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._rows: list[tuple[str, int, bytes]] = []
+        self._rows: list[InlineRows] = []
 
-    def put(self, request_id: str, position: int, data: bytes) -> None:
-        """Rows from ``position`` on."""
+    def put(self, rows: InlineRows) -> None:
+        """Rows of a request."""
         with self._mutex:
-            self._rows.append((request_id, position, data))
+            self._rows.append(rows)
 
-    def take(self) -> list[tuple[str, int, bytes]]:
+    def take(self) -> list[InlineRows]:
         """All that has come since the last time."""
         with self._mutex:
             rows, self._rows = self._rows, []
@@ -281,7 +318,10 @@ class InlineSink(Sink):
         self._outbox = outbox
 
     def write(self, span: RowSpan) -> None:
-        self._outbox.put(self._request_id, span.position, bytes(span.data))
+        scales = b"" if span.scales is None else bytes(span.scales)
+        self._outbox.put(
+            InlineRows(self._request_id, span.position, bytes(span.data), scales)
+        )
 
     def finish(self, token_ids: np.ndarray) -> None:
         """Nothing to do: the engine has all rows, and knows their number."""

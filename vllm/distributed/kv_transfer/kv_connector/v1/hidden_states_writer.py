@@ -113,12 +113,19 @@ class RequestWriter:
             slot.wait()
             position = slot.position(slot_row, span.position)
             self._refuse_gap(position)
-            data = slot.row_bytes(slot_row, span.num_rows, self._columns)
+            rows = RowSpan(
+                position,
+                span.num_rows,
+                slot.row_bytes(slot_row, span.num_rows, self._columns),
+                slot.row_scales(slot_row, span.num_rows),
+            )
+            if self.request.is_narrower:
+                _refuse_out_of_range(rows)
             assert self._sink is not None
             start = time.monotonic()
-            self._sink.write(RowSpan(position, span.num_rows, data))
+            self._sink.write(rows)
             seconds = time.monotonic() - start
-            self._stats.wrote(span.num_rows, len(data), seconds)
+            self._stats.wrote(span.num_rows, rows.num_bytes, seconds)
             # A preempted request starts over: rows again, to the same places.
             self._num_rows = max(self._num_rows, position + span.num_rows)
 
@@ -252,6 +259,22 @@ class RequestWriter:
                 except BaseException as error:  # a sink's; the next task must run
                     self.failure = self.failure or f"ended by {type(error).__name__}"
                     logger.exception("Hidden states of %s", self.request.request_id)
+
+
+def _refuse_out_of_range(rows: RowSpan) -> None:
+    """Raise where a value has been lost by a storage type of a smaller range."""
+    if rows.scales is not None:
+        is_lost = not np.isfinite(np.frombuffer(rows.scales, np.float32)).all()
+        valid = "'float32' or 'auto'"
+    else:  # float16, whose exponent has all bits set where it is not finite
+        bits = np.frombuffer(rows.data, np.uint16) & 0x7FFF
+        is_lost = bool(bits.max(initial=0) >= 0x7C00)
+        valid = "'bfloat16', 'float32' or 'auto'"
+    if is_lost:
+        raise ValueError(
+            f"a value of rows {rows.position} to {rows.position + rows.num_rows - 1} "
+            f"is out of the range of storage_dtype, or not finite; valid: {valid}"
+        )
 
 
 def _sentence(error: BaseException) -> str:
