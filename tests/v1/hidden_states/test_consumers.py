@@ -236,16 +236,21 @@ def connectors(consumers, tmp_path_factory):
 
 @pytest.mark.soak
 @pytest.mark.own_process("consumers")
+@pytest.mark.parametrize("is_theirs", [True, False])
 def test_fp8_connector(
-    connectors, engines, tiny_model, prompts, reference_rows, tmp_path
+    connectors, engines, tiny_model, prompts, reference_rows, tmp_path, is_theirs
 ):
+    """Their reader reads what their connector writes, and what ours does."""
     prompts = prompts[: 2 * IN_FLIGHT]
     storage = tmp_path / "storage"
     settings = engines.extraction(LAYER_IDS, storage)
-    settings["kv_transfer_config"] |= {
-        "kv_connector": "FP8HiddenStatesConnector",
-        "kv_connector_module_path": "hs_connectors.fp8_hidden_states_connector",
-    }
+    if is_theirs:
+        settings["kv_transfer_config"] |= {
+            "kv_connector": "FP8HiddenStatesConnector",
+            "kv_connector_module_path": "hs_connectors.fp8_hidden_states_connector",
+        }
+    else:
+        settings = engines.extraction(LAYER_IDS, storage, storage_dtype="float8_e4m3")
     with engines.running_engine(tiny_model, **settings) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
