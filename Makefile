@@ -9,6 +9,8 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH := torch==2.13.0+cpu
 # More for pytest, such as PYTEST_ARGS="-x -k hidden".
 PYTEST_ARGS ?=
+# More for the benchmark of extraction, such as BENCH_ARGS="--scale 0.1 --turns 3".
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,6 +51,15 @@ wheel: build/wheel.stamp ## build the wheel into build/dist
 
 .PHONY: install
 install: build/install.stamp ## make .venv with the wheel and what the tests need
+
+.PHONY: bench
+bench: install ## measure what it costs, side by side; hours. BENCH_ARGS="--scale 0.1"
+	$(STEP) "bench: the parts"
+	@$(BIN)/python benchmarks/micro.py --output build/bench-parts.md
+	$(STEP) "bench: the last hidden state"
+	@$(BIN)/python benchmarks/last_hidden_state.py --output build/bench-last.md
+	$(STEP) "bench: extraction, against plain vLLM and Transformers"
+	@$(BIN)/python benchmarks/hidden_states.py --output build/bench.md $(BENCH_ARGS)
 
 ##@ Check
 .PHONY: test

@@ -108,7 +108,7 @@ def test_wheel(root: Path, built: tuple[str, Path]) -> None:
     composed = compose(load(root), stock, target)
     info = f"vllm-{version(target)}.dist-info"
     expected = set(stock.paths()) | set(composed)
-    if target == "cpu":
+    if target == "cpu" and shutil.which("cc"):
         expected.add(NATIVE)
     with WheelFile(wheel) as archive:
         names = archive.namelist()

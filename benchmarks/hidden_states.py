@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What extracting hidden states costs, against not extracting, in one run.
+
+Each side is an engine in processes of its own: plain vLLM (this build), ours, stock
+vLLM (its wheel, unpacked) and Transformers. They take turns, A B A B, each time with
+new prompts; a figure is the median of turns, a ratio the median of the ratios of
+neighbours. Files go to memory (/dev/shm).
+
+    python benchmarks/hidden_states.py --output figures.md
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path += [
+    str(HERE.parent / "examples/features/speculative_decoding"),
+    str(HERE.parent),
+]
+
+from series.stock import find_stock, unpacked  # noqa: E402
+
+# All sides have the same processors: without it vLLM's CPU worker keeps one free in
+# some configurations and not in others.
+CPUS = sorted(os.sched_getaffinity(0))
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"max_position_embeddings": 65536},
+    "150 M": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 65536,
+    },
+}
+# (prompts, their length, output tokens, the part that opts out)
+WORKLOADS: dict[str, tuple[int, int, int, float]] = {
+    "prefill, 128 of 256": (128, 256, 1, 0),
+    "prefill, 32 of 2,048": (32, 2048, 1, 0),
+    "prefill, 2,000 of 16": (2000, 16, 1, 0),
+    "decode, 16 of 64 output": (16, 16, 64, 0),
+    "mixed, half opts out": (128, 256, 1, 0.5),
+    "all opt out": (128, 256, 1, 1),
+    "one of 32,768": (1, 32768, 1, 0),
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=7, help="of each side")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--modes", nargs="+", choices=["compiled", "eager"], default=["compiled"]
+    )
+    parser.add_argument("--only", default="", help="workloads whose name has this")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the numbers of prompts"
+    )
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=["plain", "ours", "stock", "transformers"],
+        default=["plain", "ours", "stock", "transformers"],
+    )
+    parser.add_argument("--output", type=Path, help="write the table there, and JSON")
+    return parser.parse_args()
+
+
+class Side:
+    """A process of `side.py`."""
+
+    def __init__(self, name: str, model: Path, mode: str, num_layers: int):
+        layers = [1, num_layers // 2, num_layers - 1, num_layers]
+        storage = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir="/dev/shm"))
+        command = [
+            sys.executable,
+            str(HERE / "side.py"),
+            name,
+            str(model),
+            str(storage),
+        ]
+        command += ["--layers", json.dumps(layers), "--max-model-len", "33024"]
+        command += ["--eager"] if mode == "eager" else []
+        environment = os.environ | {
+            "VLLM_CPU_OMP_THREADS_BIND": f"{CPUS[0]}-{CPUS[-1]}",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if name == "stock":
+            stock = unpacked(find_stock("cpu"))
+            environment["PYTHONPATH"] = f"{HERE / 'stock_shims'}:{stock}"
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self.about = self._listen()
+
+    def run(self, workload: tuple[int, int, int, float], seed: int) -> dict[str, Any]:
+        """Do a workload."""
+        prompts, length, max_tokens, opt_out = workload
+        order = {
+            "prompts": prompts,
+            "length": length,
+            "max_tokens": max_tokens,
+            "opt_out": opt_out,
+            "seed": seed,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._listen()
+
+    def _listen(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                return result
+        raise RuntimeError(f"the side {self.name!r} ended: run side.py by itself")
+
+    def stop(self) -> None:
+        """End it, and wait."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            print(f"the side {self.name!r} does not end: killed", file=sys.stderr)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def running(names: list[str], model: Path, mode: str) -> Iterator[dict[str, Side]]:
+    """The sides, one started after the other."""
+    num_layers = MODELS[model.name].get("num_hidden_layers", 6)
+    sides: dict[str, Side] = {}
+    try:
+        for name in names:
+            sides[name] = Side(name, model, mode, num_layers)
+            print(
+                f"{model.name}, {mode}: {name} is up: {sides[name].about}", flush=True
+            )
+        yield sides
+    finally:
+        for side in sides.values():
+            side.stop()
+
+
+def compare(
+    sides: dict[str, Side],
+    workload: tuple[int, int, int, float],
+    turns: int,
+    title: str,
+) -> dict[str, Any]:
+    """The figures of each side, and its ratios to the first one."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for turn in range(-1, turns):  # the first one warms up
+        # Back and forth, so that no side always comes after the same other.
+        order = list(sides) if turn % 2 == 0 else list(reversed(sides))
+        for name in order:
+            result = sides[name].run(workload, seed=turn + 1)
+            if turn >= 0:
+                results[name].append(result)
+        if turn >= 0:
+            shown = ", ".join(
+                f"{name} {speed(results[name][-1]):,.0f}/s" for name in sides
+            )
+            print(f"{title}: {turn + 1} of {turns}: {shown}", flush=True)
+    first = next(iter(sides))
+    figures: dict[str, Any] = {}
+    for name, turns_of in results.items():
+        slowdowns = [
+            own["seconds_complete"]
+            / other["seconds_complete"]
+            * (other["tokens"] / own["tokens"])
+            for own, other in zip(turns_of, results[first], strict=True)
+        ]
+        figures[name] = {
+            key: statistics.median(each[key] for each in turns_of)
+            for key in turns_of[0]
+        } | {
+            "slowdown": statistics.median(slowdowns),
+            "lowest": min(slowdowns),
+            "highest": max(slowdowns),
+        }
+    return figures
+
+
+def speed(result: dict[str, Any]) -> float:
+    """Tokens per second until the last file was complete."""
+    return float(result["tokens"] / result["seconds_complete"])
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The figures as a Markdown table."""
+    lines = [
+        "| model | workload | side | tokens/s | files complete | slowdown "
+        "| lowest to highest | CPU s per 1,000 tokens | peak MB | MB written "
+        "| response to file, p50 and p99, ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        for side, each in result["figures"].items():
+            latency = ""
+            if "latency_p50" in each:
+                latency = (
+                    f"{each['latency_p50'] * 1e3:.1f}, {each['latency_p99'] * 1e3:.1f}"
+                )
+            lines.append(
+                f"| {result['model']}, {result['mode']} | {result['workload']} "
+                f"| {side} | {each['tokens'] / each['seconds']:,.0f} "
+                f"| {speed(each):,.0f} | {each['slowdown']:.3f} "
+                f"| {each['lowest']:.3f} to {each['highest']:.3f} "
+                f"| {each['cpu_seconds'] / each['tokens'] * 1e3:.3f} "
+                f"| {each['peak_bytes'] / 1e6:,.0f} | {each['bytes'] / 1e6:,.1f} "
+                f"| {latency} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def start_up_table(starts: list[dict[str, Any]]) -> str:
+    """What each side's engine was like when it had started."""
+    lines = [
+        "| model | side | start-up, s | KV-cache tokens |",
+        "| --- | --- | --- | --- |",
+    ]
+    for start in starts:
+        for side, about in start["sides"].items():
+            tokens = about.get("kv_cache_tokens")
+            lines.append(
+                f"| {start['model']}, {start['mode']} | {side} "
+                f"| {about['start_up_seconds']:.1f} "
+                f"| {'' if tokens is None else format(tokens, ',')} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    from tiny_model import make_tiny_model  # type: ignore[import-not-found]
+
+    results, starts = [], []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for name in arguments.models:
+            model = make_tiny_model(Path(folder) / name, **MODELS[name])
+            for mode in arguments.modes:
+                with running(arguments.sides, model, mode) as sides:
+                    about = {side: each.about for side, each in sides.items()}
+                    starts.append({"model": name, "mode": mode, "sides": about})
+                    for title, workload in WORKLOADS.items():
+                        if arguments.only not in title:
+                            continue
+                        count = max(1, round(workload[0] * arguments.scale))
+                        used = {
+                            side: each
+                            for side, each in sides.items()
+                            # It generates no output, and would need all of the memory.
+                            if side != "transformers"
+                            or (
+                                workload[2] == 1
+                                and workload[1] <= 2048
+                                and not workload[3]
+                            )
+                        }
+                        figures = compare(
+                            used,
+                            (count, *workload[1:]),
+                            arguments.turns,
+                            f"{name}, {mode}, {title}",
+                        )
+                        results.append(
+                            {
+                                "model": name,
+                                "mode": mode,
+                                "workload": title,
+                                "prompts": count,
+                                "figures": figures,
+                            }
+                        )
+    machine = f"{len(CPUS)} CPUs, {platform.machine()}, Python {sys.version.split()[0]}"
+    text = (
+        f"{table(results)}\n{start_up_table(starts)}\n{machine}; "
+        f"{arguments.turns} turns of each side; "
+        f"numbers of prompts times {arguments.scale:g}.\n"
+    )
+    print(f"\n{text}")
+    if arguments.output:
+        arguments.output.write_text(text)
+        everything = {"machine": machine, "results": results, "starts": starts}
+        arguments.output.with_suffix(".json").write_text(
+            json.dumps(everything, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
