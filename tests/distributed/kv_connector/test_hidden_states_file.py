@@ -1352,3 +1352,135 @@ def test_what_is_one_of_our_files(tmp_path):
     short.touch()
     for path in (foreign, link, pipe, short, tmp_path, tmp_path / "nothing"):
         assert not is_hidden_states_file(str(path)), path
+
+
+# ---- What closing tells, and what is no file ------------------------------------
+
+
+@pytest.fixture
+def failing_close(monkeypatch):
+    """``os.close`` that closes, and then fails, from the n-th call of a file on."""
+    close = os.close
+    state = {"from": None, "calls": 0}
+
+    def fail(fd: int) -> None:
+        close(fd)
+        state["calls"] += 1
+        if state["from"] is not None and state["calls"] > state["from"]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(hidden_states_file.os, "close", fail)
+    yield state
+    state["from"] = None
+
+
+@pytest.mark.parametrize("keep_lock", [True, False])
+def test_a_file_that_is_shown_stays_whole_whatever_closing_says(
+    tmp_path, failing_close, keep_lock
+):
+    """Its readers may have it mapped: it is never cut again."""
+    path = str(tmp_path / "a.safetensors")
+    before = open_descriptors()
+    file = HiddenStatesFile(path, "request", FileOptions(keep_lock=keep_lock))
+    rows, data = rows_and_bytes(5)
+    file.open()
+    file.write(0, data)
+    # The first one is before the file is shown.
+    failing_close |= {"calls": 0, "from": 1}
+    finish(file, 5)
+    failing_close["from"] = None
+    assert not file.is_open
+    assert open_descriptors() == before
+    assert torch.equal(load_hidden_states(path, timeout=5)["hidden_states"], rows)
+
+
+def test_a_write_that_is_lost_when_a_descriptor_is_closed(tmp_path, failing_close):
+    """As on NFS: it is told before anybody can read the file."""
+    path = str(tmp_path / "a.safetensors")
+    before = open_descriptors()
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    file.write(0, rows_and_bytes(5)[1])
+    failing_close |= {"calls": 0, "from": 0}
+    with pytest.raises(OSError, match="Input/output error"):
+        finish(file, 5)
+    assert not os.path.exists(path)
+    file.fail("the disk is ill")
+    failing_close["from"] = None
+    assert open_descriptors() == before
+    with pytest.raises(HiddenStatesError, match="the disk is ill"):
+        load_hidden_states(path, timeout=5)
+
+
+@pytest.mark.parametrize("suffix", ["", ".lock", ".partial", ".error"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_reader_does_not_hang_at_a_pipe(tmp_path, suffix, verify):
+    path = tmp_path / "a.safetensors"
+    os.mkfifo(f"{path}{suffix}")
+    for timeout in (None, 1):
+        with pytest.raises(HiddenStatesError, match="no regular file"):
+            load_hidden_states(path, timeout, verify=verify)
+    if suffix:
+        os.unlink(f"{path}{suffix}")
+        rows = write_file(path, checksum="crc32")
+        (tmp_path / "a.safetensors.lock").unlink()
+        os.mkfifo(f"{path}{suffix}")
+        if suffix == ".error":
+            assert torch.equal(load_hidden_states(path, 5)["hidden_states"], rows)
+
+
+def test_who_looks_after_files_does_not_hang_at_a_pipe(tmp_path):
+    path = str(tmp_path / "a.safetensors")
+    for suffix in ("", ".lock", ".partial", ".error"):
+        os.mkfifo(f"{path}{suffix}")
+    assert not note_death(path)
+    assert not remove_unheld(f"{path}.lock")
+    assert not is_hidden_states_file(path)
+    assert not hidden_states_file.is_note(f"{path}.error")
+    cleanup_hidden_states(path, keep_hidden_states=True)
+    assert os.path.lexists(f"{path}.partial")
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".partial"])
+def test_a_writer_leaves_a_pipe_where_it_is(tmp_path, suffix):
+    path = tmp_path / "a.safetensors"
+    os.mkfifo(f"{path}{suffix}")
+    before = open_descriptors()
+    with pytest.raises(FileExistsError, match="and not ours"):
+        HiddenStatesFile(str(path), "request").open()
+    assert stat.S_ISFIFO(os.stat(f"{path}{suffix}").st_mode)
+    assert open_descriptors() == before
+
+
+def test_an_aborted_request_takes_its_directories_along(tmp_path):
+    (tmp_path / "old").mkdir()
+    path = tmp_path / "old" / "new" / "newer" / "a.safetensors"
+    file = HiddenStatesFile(str(path), "request")
+    file.open()
+    assert path.parent.is_dir()
+    file.remove()
+    assert os.listdir(tmp_path / "old") == []
+    # But not one that somebody else has come to use.
+    file = HiddenStatesFile(str(path), "request")
+    file.open()
+    write_file(path.with_name("b.safetensors"), keep_lock=False)
+    file.remove()
+    assert os.listdir(path.parent) == ["b.safetensors"]
+
+
+def test_a_directory_that_an_aborted_request_takes_along(tmp_path, monkeypatch):
+    """It was there when another request looked, and is made again."""
+    path = tmp_path / "new" / "a.safetensors"
+    file = HiddenStatesFile(str(path), "request")
+    make, calls = file._make_directory, []
+
+    def make_and_lose() -> None:
+        make()
+        calls.append(1)
+        if len(calls) == 1:
+            path.parent.rmdir()
+
+    monkeypatch.setattr(file, "_make_directory", make_and_lose)
+    file.open()
+    assert file.is_open and len(calls) == 2
+    file.remove()

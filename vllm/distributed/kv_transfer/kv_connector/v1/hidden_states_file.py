@@ -172,6 +172,8 @@ class HiddenStatesFile:
         self._lock_fd = -1
         # Device and inode of the complete file.
         self._shown: tuple[int, int] | None = None
+        # Directories that were made for it, the outermost first.
+        self._made: list[str] = []
 
     @property
     def is_open(self) -> bool:
@@ -191,9 +193,12 @@ class HiddenStatesFile:
         mode = self.options.mode
         try:
             self._make_directory()
-            if self.options.use_lock:
-                self._lock_fd = _create_and_lock(self.path + LOCK_SUFFIX, mode)
-            self._fd = _create_and_lock(self.path + PARTIAL_SUFFIX, mode)
+            try:
+                self._take_guards(mode)
+            except FileNotFoundError:
+                # An aborted request has just taken the directory that it had made.
+                self._make_directory()
+                self._take_guards(mode)
             os.ftruncate(self._fd, 0)
             # Room for a note about what fails later; a full disk shows here. It says
             # from the start whose file this is, or others' would be swept with it.
@@ -208,6 +213,11 @@ class HiddenStatesFile:
         except BaseException:
             self.withdraw()
             raise
+
+    def _take_guards(self, mode: int) -> None:
+        if self.options.use_lock and self._lock_fd < 0:
+            self._lock_fd = _create_and_lock(self.path + LOCK_SUFFIX, mode)
+        self._fd = _create_and_lock(self.path + PARTIAL_SUFFIX, mode)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes of rows, ``offset`` bytes after the first row's start."""
@@ -274,6 +284,7 @@ class HiddenStatesFile:
             raise OSError(f"a header of {len(text)} bytes has no room in {size}")
         _write_at(self._fd, memoryview(size.to_bytes(8, "little") + text), 0)
         partial = self.path + PARTIAL_SUFFIX
+        _hear_of_lost_writes(self._fd)
         if self.options.fsync:
             os.fsync(self._fd)
         if not os.path.samestat(os.fstat(self._fd), os.stat(partial)):
@@ -371,6 +382,7 @@ class HiddenStatesFile:
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):  # somebody else's, at once
                 os.mkdir(folder, self.options.directory_mode)
+                self._made.append(folder)
                 if self.options.mode & 0o077:  # whatever the umask
                     os.chmod(folder, self.options.directory_mode)
 
@@ -395,6 +407,9 @@ class HiddenStatesFile:
             _unlink(self.path + ERROR_SUFFIX)
         if self.options.use_lock and self.options.keep_lock:
             remove_unheld(self.path + LOCK_SUFFIX)
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):  # others' files are in it
+                os.rmdir(folder)
 
     def _drop(self, keep_lock: bool) -> None:
         """Remove the partial file, if it is there still, and close."""
@@ -413,12 +428,17 @@ class HiddenStatesFile:
                     os.utime(self._lock_fd)  # the time for which it stays starts now
                 else:
                     _unlink(self.path + LOCK_SUFFIX)
-        for fd in (self._lock_fd, self._fd):
-            if fd >= 0:
-                # Not by closing alone: a forked process would keep the flock.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-                os.close(fd)
+        fds = (self._lock_fd, self._fd)
+        # First: a number that is closed, if with an error, may be another file's.
         self._lock_fd = self._fd = -1
+        for fd in fds:
+            if fd >= 0:
+                # Whatever it says, nothing can be done, and the file may be shown.
+                with contextlib.suppress(OSError):
+                    # Not by closing alone: a forked process would keep the flock.
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                with contextlib.suppress(OSError):
+                    os.close(fd)
 
 
 def load_hidden_states(
@@ -492,8 +512,8 @@ def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None:
     _refuse_directory(path)
     _unlink(path + LOCK_SUFFIX)
     _unlink(path + ERROR_SUFFIX)
-    with contextlib.suppress(FileNotFoundError, BlockingIOError):
-        fd = os.open(path + PARTIAL_SUFFIX, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(FileNotFoundError, BlockingIOError, _NotAFileError):
+        fd = _open_file(path + PARTIAL_SUFFIX)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             _unlink(path + PARTIAL_SUFFIX)
@@ -509,8 +529,28 @@ def _refuse_directory(path: str) -> None:
         raise HiddenStatesError(path, cause)
 
 
+class _NotAFileError(OSError):
+    """There is something, such as a pipe, that might never be ready."""
+
+
+def _open_file(path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """A descriptor of a regular file; never waits.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        _NotAFileError: if it is something else.
+        OSError: if it cannot be opened.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _NotAFileError(errno.EINVAL, "no regular file", path)
+    return fd
+
+
 def _read(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
+        os.close(_open_file(path))
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             metadata: dict[str, str] = file.metadata() or {}
@@ -549,7 +589,7 @@ def _read(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def _raise_noted_error(path: str) -> None:
     try:
-        with open(path + ERROR_SUFFIX, encoding="utf-8") as file:
+        with open(_open_file(path + ERROR_SUFFIX), encoding="utf-8") as file:
             note = json.load(file)
         cause, request_id = str(note["cause"]), str(note["request_id"])
         advice = note.get("advice")
@@ -567,7 +607,7 @@ def _wait_for(
 ) -> bool:
     """Wait until nobody holds ``guard`` exclusively; whether it was there at all."""
     try:
-        fd = os.open(guard, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_file(guard)
     except FileNotFoundError:
         return False
     except (OSError, ValueError) as error:
@@ -592,7 +632,10 @@ def _wait_for(
 def _create_and_lock(path: str, mode: int) -> int:
     """A descriptor of the file at ``path``, made or taken over, held exclusively."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        try:
+            fd = _open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
+        except _NotAFileError as error:
+            raise FileExistsError(f"{path!r} is there, and not ours") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -627,6 +670,18 @@ def _write_at(fd: int, data: memoryview, offset: int) -> None:
         written = os.pwrite(fd, data, offset)
         data = data[written:]
         offset += written
+
+
+def _hear_of_lost_writes(fd: int) -> None:
+    """Raise what some file systems (NFS, with a quota) say when a file is closed.
+
+    The writer's own descriptor is closed when the file is shown already.
+    """
+    try:
+        another = os.dup(fd)
+    except OSError:
+        return  # no descriptor is left: not the disk's fault
+    os.close(another)
 
 
 def _sync_directory(path: str) -> None:
@@ -669,6 +724,7 @@ def _verify_checksum(path: str) -> None:
         HiddenStatesError: if it has none, or differs.
     """
     try:
+        os.close(_open_file(path))
         with safe_open(path, framework="pt") as file:
             stored = (file.metadata() or {}).get(CHECKSUM_KEY)
         if stored is None:
@@ -691,12 +747,10 @@ def _verify_checksum(path: str) -> None:
 def is_hidden_states_file(path: str) -> bool:
     """Whether a complete file at a path is one of ours, by its header."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = _open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return False
         size = int.from_bytes(os.pread(fd, 8, 0), "little")
         if size > HEADER_ROOM:  # ours has this room, and no more
             return False
@@ -721,7 +775,7 @@ def _note(request_id: str, cause: str, advice: str | None = None) -> bytes:
 def is_note(path: str) -> bool:
     """Whether what stands at a path is a note of ours."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = _open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
@@ -750,8 +804,8 @@ def note_death(path: str) -> bool:
         path: Where the file would have been.
     """
     try:
-        fd = os.open(path + PARTIAL_SUFFIX, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        fd = _open_file(path + PARTIAL_SUFFIX, os.O_RDWR | os.O_NOFOLLOW)
+    except (FileNotFoundError, _NotAFileError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -773,8 +827,8 @@ def note_death(path: str) -> bool:
 def remove_unheld(path: str) -> bool:
     """Remove a lock file that nobody holds; whether it was removed."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        fd = _open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except (FileNotFoundError, _NotAFileError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
