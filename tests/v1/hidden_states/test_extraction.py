@@ -35,17 +35,9 @@ LENGTHS = [1, 7, 63, 64, 65, 200, 800]
 
 
 def generate(llm, prompts, sampling) -> list:
-    params = SamplingParams(**sampling)
-    if params.seed is None:
-        return llm.generate(prompts, params, use_tqdm=False)
-    # On a CPU, stock vLLM's V1 runner dies of a seeded request in mid-prefill ("CPU
-    # Generator does not use offset"), with extraction or without: one chunk each.
-    return [
-        output
-        for prompt in prompts
-        if len(prompt["prompt_token_ids"]) < 64
-        for output in llm.generate([prompt], params, use_tqdm=False)
-    ]
+    # Seeded ones in chunks, too, of which stock vLLM's V1 runner dies on a CPU ("CPU
+    # Generator does not use offset").
+    return llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
 
 
 def num_kv_tokens(llm) -> int:
