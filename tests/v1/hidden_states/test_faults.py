@@ -419,10 +419,45 @@ def test_a_request_that_waits_reads_no_prefix_cache(
         cleanup_hidden_states(path)
 
 
+def test_what_needs_no_room_does_not_wait_behind_others(
+    run, bound, make_prompt, reference_rows
+):
+    bound(size_of(300), "wait")
+    prompt = make_prompt(300)
+    run.add(prompt)
+    run.add(prompt)
+    run.add(make_prompt(20), return_inline=True)
+    finished = []
+    for _ in range(30):
+        finished += [output for output in run.core.step() if output.finished]
+    assert len(finished) == 2
+    (rows,) = [o for o in finished if "hidden_states" in o.kv_transfer_params]
+    check(hidden_states(rows), make_prompt(20), reference_rows)
+    (path,) = [
+        o.kv_transfer_params["hidden_states_path"]
+        for o in finished
+        if "hidden_states_path" in o.kv_transfer_params
+    ]
+    cleanup_hidden_states(path)
+    run.settle()
+    run.keeper.sweep()
+    cleanup_hidden_states(run.only()["hidden_states_path"])
+
+
 def test_what_never_fits_is_not_waited_for(run, bound, make_prompt):
     bound(size_of(50), "wait")
     run.add(make_prompt(100))
     assert "it never fits" in run.only()["hidden_states_error"]
+    # Clients repeat what is answered with 503.
+    request = SimpleNamespace(
+        request_id="never",
+        kv_transfer_params={},
+        sampling_params=SimpleNamespace(extra_args=None),
+        num_prompt_tokens=100,
+        max_tokens=1,
+    )
+    cause, status = run.connector.refusal(request)
+    assert "it never fits" in cause and status == 400
 
 
 # ---------------------------------------------------------------------------

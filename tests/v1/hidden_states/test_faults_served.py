@@ -159,6 +159,12 @@ def test_a_burst_never_takes_more_than_there_is(served, complete):
     assert MAX_STORED / 2 < most <= MAX_STORED
 
 
+def test_one_path_is_not_that_of_several_prompts(served, complete):
+    """Whichever came first would have it, and the other's rows would be lost."""
+    with pytest.raises(openai.BadRequestError, match="several prompts"):
+        complete([ids(5), ids(6)], {"hidden_states_path": "a.safetensors"})
+
+
 def test_rows_in_the_response(served, complete, reference_rows):
     response = complete(ids(70), {"return_inline": True})
     check(hidden_states(response), ids(70), reference_rows)

@@ -21,6 +21,7 @@ from vllm.v1.hidden_states.request import (
     refuse_beyond_inline,
     refuse_what_cannot_travel,
 )
+from vllm.v1.hidden_states.response import has_several_prompts
 
 ROOTS = ("/store/hidden", "/mnt/more")
 CONFIG = SimpleNamespace(
@@ -107,6 +108,30 @@ def test_no_path_where_none_is_allowed(path):
         raise AssertionError(path)
 
 
+@pytest.mark.parametrize("name", [f"{'x' * 240}", f"a/{'y' * 241}/b", "\u20ac" * 80])
+def test_a_name_that_no_file_system_takes(name):
+    with pytest.raises(RequestError, match="a name of more than 240 bytes"):
+        parse_request({PATH: f"{name}.safetensors"}, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {LAYERS: [3]},
+        {INLINE: True},
+        {PATH: "a.safetensors"},
+        {"include_output_tokens": True},
+    ],
+)
+def test_who_says_how_opts_in(options):
+    """An option alone would be passed over where extraction is not the default."""
+    opt_in = SimpleNamespace(**(vars(CONFIG) | {"extract_by_default": False}))
+    assert parse_request(options, opt_in) is not None
+    assert parse_request(options | {"extract_hidden_states": False}, opt_in) is None
+    assert parse_request(dict.fromkeys(options), opt_in) is None
+    assert parse_request({}, opt_in) is None
+
+
 @given(num_tokens=st.integers(1, 2000), bytes_per_row=st.integers(1, 10**6))
 def test_what_a_response_may_carry(num_tokens, bytes_per_row):
     limit = 8 << 20
@@ -127,3 +152,26 @@ def test_integers_that_cannot_travel(value):
     with pytest.raises(RequestError, match="beyond 64 bits"):
         refuse_what_cannot_travel({"of another": value})
     refuse_what_cannot_travel({"of another": [2**64 - 1, -(2**63), True]})
+
+
+@pytest.mark.parametrize(
+    "fields, is_several",
+    [
+        ({"prompt": "a"}, False),
+        ({"prompt": [1, 2, 3]}, False),
+        ({"prompt": ["a"]}, False),
+        ({"prompt": [[1, 2]]}, False),
+        ({"prompt": []}, False),
+        ({"prompt": ["a", "b"]}, True),
+        ({"prompt": [[1], [2]]}, True),
+        ({"prompt_embeds": "AAAA"}, False),
+        ({"prompt_embeds": ["AAAA", "AAAA"]}, True),
+        ({"prompt": "a", "prompt_embeds": "AAAA"}, True),
+        ({"messages": [{"role": "user"}, {"role": "user"}]}, False),
+        ({"messages": [[{"role": "user"}], [{"role": "user"}]]}, True),
+        ({"messages": []}, False),
+        ({"input": "a response's"}, False),
+    ],
+)
+def test_which_requests_have_several_prompts(fields, is_several):
+    assert has_several_prompts(SimpleNamespace(**fields)) is is_several

@@ -15,19 +15,19 @@ from vllm.v1.hidden_states.last_request import (
 )
 from vllm.v1.hidden_states.request import (
     ALL,
-    EXTRACT,
     FURTHER_CHOICES,
-    LAYERS,
     MARK,
     OPTIONS,
     OUTPUT,
     PARAMS_KEY,
     PART_OF_ANOTHER,
+    PATH,
     RequestError,
     parse_request,
     refuse_misspelled,
     refuse_what_cannot_travel,
 )
+from vllm.v1.hidden_states.response import has_several_prompts
 
 
 class InvalidRequestError(VLLMValidationError, ValueError):
@@ -133,6 +133,9 @@ def check_fields(request: Any) -> None:
         refuse_what_cannot_travel(options)
         if getattr(request, "use_beam_search", False):
             _refuse_beam_search(options)
+        if options.get(PATH) is not None and has_several_prompts(request):
+            sentence = "one file cannot be that of several prompts; valid: one prompt"
+            raise RequestError(PATH, options[PATH], sentence)
         if parse_last_request(options) is not None:
             _refuse_fields(request)
     except RequestError as error:
@@ -175,7 +178,7 @@ def _refuse_without_extraction(options: Any) -> None:
     if not isinstance(options, Mapping):
         return  # not ours to say
     refuse_misspelled(options, OPTIONS)
-    for key in (EXTRACT, LAYERS, OUTPUT):
+    for key in OPTIONS:
         if not options.get(key):
             continue
         raise RequestError(

@@ -36,6 +36,7 @@ PART_OF_ANOTHER = {MARK: ("part of another request",)}
 # More than any use of options needs; what is beyond costs time, or the engine's life
 # (its processes exchange requests by recursive means).
 MAX_PATH = 1024  # bytes
+MAX_PART = 240  # of one name in it: 255 with what we put behind
 MAX_KEYS = 64
 MAX_KEY_LENGTH = 100
 MAX_DEPTH = 16
@@ -93,7 +94,9 @@ def parse_request(
     if not isinstance(params, Mapping):
         raise RequestError("", params, "not an object; valid: options by name")
     refuse_misspelled(params, OPTIONS)
-    extract = _flag(params, EXTRACT, config.extract_by_default)
+    # Who says how wants it: an option alone would be passed over without a word.
+    says_how = any(params.get(option) for option in (LAYERS, OUTPUT, PATH, INLINE))
+    extract = _flag(params, EXTRACT, config.extract_by_default or says_how)
     include_output_tokens = _flag(params, OUTPUT, False)
     columns = _columns(params.get(LAYERS), config.layer_ids)
     path = _path(params.get(PATH), config)
@@ -222,6 +225,10 @@ def _path(path: Any, config: "HiddenStatesConfig") -> str | None:
     full = os.path.normpath(os.path.join(roots[0], path))
     if not any(full.startswith(os.path.join(root, "")) for root in roots):
         raise RequestError(PATH, path, f"elsewhere; {valid}")
+    if any(len(part.encode()) > MAX_PART for part in full.split("/")):
+        raise RequestError(
+            PATH, path, f"with a name of more than {MAX_PART} bytes; {valid}"
+        )
     if not os.path.basename(full).removesuffix(".safetensors"):
         raise RequestError(PATH, path, f"without a name; {valid}")
     return full

@@ -61,6 +61,19 @@ def _has_list(request: Any) -> bool:
     return isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int)
 
 
+def has_several_prompts(request: Any) -> bool:
+    """Whether a request, of any kind, has more prompts than one."""
+    messages = getattr(request, "messages", None)
+    if messages is not None:  # a batch of chats has lists of them
+        return len(messages) > 1 and isinstance(messages[0], list)
+    embeds = getattr(request, "prompt_embeds", None)
+    prompt = getattr(request, "prompt", None)
+    number = len(embeds) if isinstance(embeds, list) else embeds is not None
+    if isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int):
+        return number + len(prompt) > 1
+    return number + (prompt is not None) > 1
+
+
 def add_to_chunk(chunk: Any, result: Any, output: Any) -> None:
     """Give the chunk that ends a prompt's stream the prompt's parameters.
 

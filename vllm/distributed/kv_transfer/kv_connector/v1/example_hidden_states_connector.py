@@ -301,16 +301,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             bytes_per_row += self._bytes_per_scale
             refuse_beyond_inline(asked, num_rows, bytes_per_row, limit)
             return None
-        full = self._keeper.cannot_hold(self._stored_bytes(asked, request))
-        if full is None or self._may_wait(asked, request):
+        num_bytes = self._stored_bytes(asked, request)
+        full = self._keeper.cannot_hold(num_bytes)
+        if full is None:
+            return None
+        if num_bytes > (self.config.max_stored_bytes or 0):
+            return full, HTTPStatus.BAD_REQUEST  # clients repeat what 503 says
+        if self.config.when_full == "wait":
             return None
         return full, HTTPStatus.SERVICE_UNAVAILABLE
-
-    def _may_wait(self, asked: HiddenStatesRequest, request: "Request") -> bool:
-        limit = self.config.max_stored_bytes
-        return self.config.when_full == "wait" and (
-            limit is None or self._stored_bytes(asked, request) <= limit
-        )
 
     def _max_rows(self, asked: HiddenStatesRequest, request: "Request") -> int:
         if not asked.include_output_tokens:
@@ -366,7 +365,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             extraction.rows = Rows(self._bytes_per_row(asked))
             extraction.scales = Rows(4)
         extraction.num_bytes = self._stored_bytes(asked, request)
-        if self._waiting or not self._take_room(extraction, request):
+        # What needs no room waits for none.
+        must_wait = bool(self._waiting) and extraction.num_bytes > 0
+        if must_wait or not self._take_room(extraction, request):
             self._waiting[request_id] = request
             # A request that skips the prefix cache cannot be held back by us.
             request.skip_reading_prefix_cache = False
