@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks' programs: what they say where they cannot run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "program", sorted(path.name for path in BENCHMARKS.glob("*.py"))
+)
+def test_each_says_what_it_does(program):
+    done = run(program, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_the_one_for_a_gpu_says_what_it_needs():
+    done = run("gpu.py")
+    assert done.returncode == 1
+    assert "needs a CUDA device, torch and Triton" in done.stderr
+    assert "finds no CUDA device" in done.stderr
