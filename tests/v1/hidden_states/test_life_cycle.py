@@ -364,7 +364,8 @@ def test_the_ring_is_all_the_memory_there_is(engine):
     assert wait_for(lambda: ring.num_free == ring.num_slots == 2)
     shapes = {tuple(slot.host_rows.shape) for slot in ring._free}
     assert shapes == {(64, len(LAYER_IDS), 128)}
-    assert ring.bytes_per_row == BYTES_PER_ROW
+    sizes = {slot.host_rows[0].nbytes for slot in ring._free}
+    assert sizes == {BYTES_PER_ROW}
 
 
 def test_nothing_of_a_finished_request_is_kept(run, engine, make_prompt):
