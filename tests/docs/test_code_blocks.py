@@ -42,6 +42,7 @@ def test_first_example(docs: Any, runner: Any) -> None:
     assert "\ntorch.Size([9, 2, 128])\n" in output
 
 
+@pytest.mark.soak
 def test_offline_program_of_the_feature(docs: Any, runner: Any) -> None:
     block = docs.read_blocks(docs.FEATURE_PAGE)[0]
     assert "enable_chunked_prefill=False" in block.text
@@ -51,6 +52,7 @@ def test_offline_program_of_the_feature(docs: Any, runner: Any) -> None:
     assert shapes == ["[9, 4, 128]", "[8, 4, 128]"]
 
 
+@pytest.mark.soak
 def test_offline_program_of_the_last_hidden_state(docs: Any, runner: Any) -> None:
     (block,) = (b for b in docs.read_blocks(docs.LAST_PAGE) if "LLM(" in b.text)
     # In one process, which saves a start.

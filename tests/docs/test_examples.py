@@ -42,6 +42,7 @@ def test_example_of_requests(docs: Any, runner: Any) -> None:
     assert "[16, 3, 128]: rows" in output
 
 
+@pytest.mark.soak
 def test_example_of_sinks(docs: Any, runner: Any, tiny_model: Any) -> None:
     """In processes of its own, as a user has it: the worker finds the sink."""
     command = example(docs, "extract_hidden_states_elsewhere.py")

@@ -111,7 +111,7 @@ CASES = [
         marks=(NEEDS_TORCHVISION,),
         soak=SLOW,
     ),
-    Case("NemotronH", "NemotronH (Mamba2 and attention)", soak=("V1 compiled",)),
+    Case("NemotronH", "NemotronH (Mamba2 and attention)", soak=SLOW),
     Case(
         "LLaVA",
         "LLaVA, an image in the prompt",

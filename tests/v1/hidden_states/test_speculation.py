@@ -45,6 +45,7 @@ METHODS = [
     method(
         "`ngram` beside, a real model",
         "ngram",
+        pytest.mark.soak,
         pytest.mark.own_process("ngram"),  # see test_schedules.py
         pytest.mark.without(
             "V2 eager",

@@ -38,7 +38,7 @@ KINDS = {
     "bfloat16-float32": 2**-5,
     "bfloat16-float8_e4m3": 2**-4 + 2**-5,
 }
-IN_SOAK = ("float32-bfloat16", "bfloat16-float8_e4m3")
+IN_SOAK = ("float32-bfloat16", "bfloat16-float32", "bfloat16-float8_e4m3")
 
 
 def expected_scales(rows: torch.Tensor) -> torch.Tensor:
