@@ -58,7 +58,7 @@ bench: install ## measure what it costs, side by side; hours. BENCH_ARGS="--scal
 	@$(BIN)/python benchmarks/micro.py --output build/bench-parts.md
 	$(STEP) "bench: the last hidden state"
 	@$(BIN)/python benchmarks/last_hidden_state.py --output build/bench-last.md
-	$(STEP) "bench: extraction, against plain vLLM and Transformers"
+	$(STEP) "bench: extraction, against plain and stock vLLM, and Transformers"
 	@$(BIN)/python benchmarks/hidden_states.py --output build/bench.md $(BENCH_ARGS)
 
 ##@ Check

@@ -97,6 +97,25 @@ def test_a_sink_that_is_none(engines, tiny_model, tmp_path, name):
         pass
 
 
+@pytest.mark.parametrize(
+    "option", [{"checksum": "crc32"}, {"storage_dtype": "bfloat16"}]
+)
+def test_options_that_are_not_for_files_of_others(
+    engines, tiny_model, package, tmp_path, option
+):
+    settings = engines.extraction(LAYER_IDS, tmp_path, **option)
+    settings["kv_transfer_config"] |= {
+        "kv_connector": "WholeConnector",
+        "kv_connector_module_path": package,
+    }
+    (name,) = option
+    with (
+        pytest.raises(ValueError, match=f"{name} .*WholeConnector overrides"),
+        engines.running_engine(tiny_model, **settings),
+    ):
+        pass
+
+
 def test_a_connector_that_writes_whole_tensors(
     engines, tiny_model, package, tmp_path, make_prompt, reference_rows
 ):

@@ -57,7 +57,11 @@ def _has_list(request: Any) -> bool:
     """Whether a request has a list of prompts, of one too."""
     if hasattr(request, "messages") or isinstance(request.prompt_embeds, list):
         return True
-    prompt = request.prompt
+    return _is_list_of_prompts(request.prompt)
+
+
+def _is_list_of_prompts(prompt: Any) -> bool:
+    """As opposed to one prompt's text, or its token ids."""
     return isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int)
 
 
@@ -69,7 +73,7 @@ def has_several_prompts(request: Any) -> bool:
     embeds = getattr(request, "prompt_embeds", None)
     prompt = getattr(request, "prompt", None)
     number = len(embeds) if isinstance(embeds, list) else embeds is not None
-    if isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int):
+    if _is_list_of_prompts(prompt):
         return number + len(prompt) > 1
     return number + (prompt is not None) > 1
 
