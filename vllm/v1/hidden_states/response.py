@@ -71,7 +71,7 @@ def has_several_prompts(request: Any) -> bool:
     if messages is not None:  # a batch of chats has lists of them
         return len(messages) > 1 and isinstance(messages[0], list)
     embeds = getattr(request, "prompt_embeds", None)
-    prompt = getattr(request, "prompt", None)
+    prompt: Any = getattr(request, "prompt", None)
     number = len(embeds) if isinstance(embeds, list) else embeds is not None
     if _is_list_of_prompts(prompt):
         return number + len(prompt) > 1
