@@ -333,7 +333,8 @@ def main() -> None:
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
-        everything = {"machine": machine} | results
+        cpus = {"num_cpus": len(os.sched_getaffinity(0))}
+        everything = {"machine": machine} | cpus | results
         arguments.output.with_suffix(".json").write_text(
             json.dumps(everything, indent=1)
         )

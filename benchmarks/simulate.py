@@ -4,19 +4,28 @@
 The model computes steps; each fills a slot of the ring, which is copied to the host
 and written by threads. The simulation goes through the steps of a workload with the
 same rules as the ring has: a step waits for a free slot, a slot is free after its last
-write. No figure of this table has been measured; it says which rate to look at.
+write. The tables of ``docs/features/hidden_states_sizing.md`` are its output.
 
     python benchmarks/simulate.py
+    python benchmarks/simulate.py --parts build/bench-parts.json \\
+        --measured build/bench.json
+
+The second form takes the rates of the machine on which both files were measured, and
+sets the simulation beside what was measured there.
 """
 
 import argparse
 import heapq
+import json
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one; bytes and tokens per second, and seconds."""
+    """What one engine has of a machine; bytes and tokens per second, and seconds."""
 
     prefill: float
     """Tokens per second without extraction."""
@@ -32,6 +41,9 @@ class Machine:
     """Seconds of a writer's thread to make and complete a file."""
     threads: int = 8
     slots: int = 2
+    shared_cores: int = 0
+    """Processors on which the writers take turns with the model; 0 where it runs on a
+    device."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,6 @@ class Outcome:
 
     slowdown: float
     """Time until the last file is complete, against no extraction."""
-    bytes_per_second: float
-    files_per_second: float
     waited: float
     """The part of the time for which steps waited for a slot."""
     binds: str
@@ -62,7 +72,9 @@ def simulate(machine: Machine, work: Work, num_steps: int = 400) -> Outcome:
     size = machine.step_tokens * work.bytes_per_token
     files = machine.step_tokens / work.prompt_tokens
     pack, copy = size / machine.pack, size / machine.to_host
-    write = size / machine.write + files * machine.per_file / machine.threads
+    in_parallel = machine.shared_cores or machine.threads
+    make = files * machine.per_file / in_parallel
+    write = size / machine.write + make
     now = waited = copied = written = 0.0
     # When each slot is free.
     slots = [0.0] * machine.slots
@@ -73,75 +85,170 @@ def simulate(machine: Machine, work: Work, num_steps: int = 400) -> Outcome:
             waited += free - now
             now = free
         now += pack
-        # One copy at a time, then one slot's writes after the other's.
-        copied = max(now, copied) + copy
-        written = max(copied, written) + write
+        if machine.shared_cores:  # nothing is beside: all of it takes their time
+            now += write
+            written = now
+        else:
+            # One copy at a time, then one slot's writes after the other's.
+            copied = max(now, copied) + copy
+            written = max(copied, written) + write
         heapq.heappush(slots, written)
-    plain = num_steps * compute
-    parts = {"compute": compute + pack, "the copy to the host": copy}
-    parts |= {
-        "bytes written": size / machine.write,
-        "files made": files * machine.per_file / machine.threads,
-    }
+    parts = {"compute": compute + pack, "copy to the host": copy}
+    parts |= {"bytes": size / machine.write, "files": make}
     return Outcome(
-        slowdown=written / plain,
-        bytes_per_second=num_steps * size / written,
-        files_per_second=num_steps * files / written,
+        slowdown=written / (num_steps * compute),
         waited=waited / written,
         binds=max(parts, key=lambda name: parts[name]),
     )
 
 
-# Round figures: a gather in a GPU's memory, 16 lanes of PCIe 4, an NVMe drive.
-NODE = Machine(
-    prefill=0,
-    step_tokens=8192,
-    pack=1e12,
-    to_host=25e9,
-    write=3e9,
-    per_file=400e-6,
-)
-# Half of an H100's dense bfloat16 peak (989 TFLOPS, its data sheet), two operations for
-# each parameter and token.
-HALF_PEAK = 0.5 * 989e12 / 2
-# DeepSeek says 73,700 tokens/s of prefill for a node of eight H800, of which 56.3 % are
-# hits of a cache: "DeepSeek-V3/R1 Inference System Overview", open-infra-index, 2025.
-DEEPSEEK = 73_700 * (1 - 0.563)
+@dataclass(frozen=True)
+class Model:
+    """One engine of a node of eight H100."""
+
+    prefill: float
+    """Published, in tokens per second."""
+    hidden_size: int
+    engines: int
+    """How many of them a node has, which share its disks."""
+
+
 MODELS = {
-    # Name: (tokens per second of prefill, hidden size, bytes of a value)
-    "8B, one GPU": (HALF_PEAK / 8e9, 4096, 2),
-    "70B, eight GPUs": (8 * HALF_PEAK / 70e9, 8192, 2),
-    "DeepSeek-V3, eight GPUs": (DEEPSEEK, 7168, 2),
+    # TensorRT-LLM 1.0's performance overview: FP8 on one H100, 2,048 tokens in and 128
+    # out, 3,450 tokens out per second.
+    "8B": Model(3_450 / 128 * 2048, 4096, 8),
+    # The same, on two H100: 762 tokens out per second.
+    "70B": Model(762 / 128 * 2048, 8192, 4),
+    # LMSYS, "Deploying DeepSeek with PD Disaggregation and Large-Scale Expert
+    # Parallelism on 96 H100 GPUs", 2025: prompts of 2,000 tokens, of each node.
+    "DeepSeek-V3": Model(52_300, 7168, 1),
 }
+# Round figures of one GPU: a gather in its memory, which is read and written at
+# 3.35 TB/s together (data sheet), and 16 lanes of PCIe 5, of 64 GB/s.
+GPU = Machine(
+    prefill=math.inf,
+    step_tokens=8192,
+    pack=1.2e12,
+    to_host=50e9,
+    write=math.inf,
+    per_file=0,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node's files go."""
+
+    write: float
+    """Bytes per second, of the whole node."""
+    per_file: float
+    """Seconds of a thread for a file and its lock."""
+    files: float
+    """Files per second that it can make for the whole node."""
+
+
 PLACES = {
-    # Name: bytes per second, seconds of a thread for a file
-    "memory": (6e9, 150e-6),
-    "NVMe": (3e9, 400e-6),
-    "network file system": (1e9, 5e-3),
+    # A core copies some 10 GB/s; a file takes two creations, a rename, some 30 calls.
+    "memory": Place(80e9, 150e-6, 100_000),
+    "one NVMe drive": Place(6e9, 300e-6, 30_000),
+    "four NVMe drives": Place(24e9, 300e-6, 100_000),
+    # Two creations of a millisecond or two: Lustre's mdtest by Dell, 500 to 1,100 a
+    # second of one thread, 15,000 to 27,000 of 240. Two links of 100 Gbit/s.
+    "network file system": Place(20e9, 4e-3, 8_000),
 }
 LAYERS = 4
 
 
-def table(prompt_tokens: int) -> str:
-    """The page's table for prompts of one length."""
+def budget() -> str:
+    """How many bytes there are."""
     lines = [
-        "| model | stored | bytes a token | GB/s | TB in a night of 8 h | place "
-        "| slowdown | files/s | binds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | tokens/s of a node | stored | KiB per token | GB/s of an engine "
+        "| GB/s of a node | TB in 8 h | MiB of a slot |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for model, (prefill, hidden_size, width) in MODELS.items():
-        for stored, size in (("as computed", width), ("float8_e4m3", 1)):
-            bytes_per_token = LAYERS * hidden_size * size
-            for place, (write, per_file) in PLACES.items():
-                machine = replace(NODE, prefill=prefill, write=write, per_file=per_file)
-                result = simulate(machine, Work(bytes_per_token, prompt_tokens))
-                rate = bytes_per_token * prefill
-                lines.append(
-                    f"| {model} | {stored} | {bytes_per_token:,} | {rate / 1e9:.2f} "
-                    f"| {rate * 8 * 3600 / 1e12:,.0f} | {place} "
-                    f"| {result.slowdown:.2f} | {result.files_per_second:,.0f} "
-                    f"| {result.binds} |"
+    for name, model in MODELS.items():
+        for stored, width in (("bfloat16", 2), ("float8_e4m3", 1)):
+            size = LAYERS * model.hidden_size * width
+            engine = size * model.prefill / 1e9
+            node = engine * model.engines
+            lines.append(
+                f"| {name} | {model.prefill * model.engines:,.0f} | {stored} "
+                f"| {size / 1024:.0f} | {engine:.2f} | {node:.1f} "
+                f"| {node * 8 * 3.6:,.0f} | {size * GPU.step_tokens / 2**20:,.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def slowdowns(width: int = 2) -> str:
+    """What it costs where, for short and long prompts."""
+    lengths = (16, 256, 2048)
+    lines = [
+        "| model | place | " + " | ".join(f"prompts of {n:,}" for n in lengths) + " |",
+        "| --- | --- |" + " --- |" * len(lengths),
+    ]
+    for name, model in MODELS.items():
+        for title, place in PLACES.items():
+            cells = []
+            for length in lengths:
+                files = place.files / model.engines
+                machine = replace(
+                    GPU,
+                    prefill=model.prefill,
+                    write=place.write / model.engines,
+                    # No sooner than the place makes them for all.
+                    per_file=max(place.per_file, GPU.threads / files),
                 )
+                work = Work(LAYERS * model.hidden_size * width, length)
+                outcome = simulate(machine, work)
+                binds = "" if outcome.slowdown < 1.02 else f", {outcome.binds}"
+                cells.append(f"{outcome.slowdown:.2f}{binds}")
+            lines.append(f"| {name} | {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def beside_measured(parts: dict[str, Any], measured: dict[str, Any]) -> str:
+    """The simulation with this machine's rates, and what was measured here."""
+    writes = [each for each in parts["writes"] if each["folder"] == "/dev/shm"]
+    by_files = {each["files"]: each["writer"] * 1e9 for each in writes}
+    large = by_files["32 files, 8 steps of 256 rows"]
+    small_size = 16 * LAYERS * 1024 * 4
+    small = small_size / by_files["512 files, 1 step of 16 rows"]
+    cores = int(parts["num_cpus"])
+    packs = [
+        each["native" if "native" in each else "torch"] * 1e9
+        for each in parts["pack"]
+        if each["dtypes"] == "float32 to float32" and each["rows"] == "prefill, one run"
+    ]
+    here = Machine(
+        prefill=math.inf,
+        step_tokens=2048,
+        pack=sorted(packs)[len(packs) // 2],
+        to_host=math.inf,
+        write=large,
+        per_file=max(0.0, small - small_size / large) * cores,
+        shared_cores=cores,
+    )
+    lines = [
+        "| model | workload | slowdown, simulated | measured | lowest to highest |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for result in measured["results"]:
+        figures = result["figures"]
+        ours, plain = figures.get("ours"), figures.get("plain")
+        if not ours or not plain or not ours["files"] or ours["tokens"] == 0:
+            continue
+        tokens = plain["tokens"] / plain["seconds"]
+        machine = replace(here, prefill=tokens)
+        work = Work(
+            ours["bytes"] / ours["tokens"],
+            max(1, round(ours["tokens"] / ours["files"])),
+        )
+        simulated = simulate(machine, work).slowdown
+        lines.append(
+            f"| {result['model']}, {result['mode']} | {result['workload']} "
+            f"| {simulated:.3f} | {ours['slowdown']:.3f} "
+            f"| {ours['lowest']:.3f} to {ours['highest']:.3f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -149,8 +256,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompt-tokens", type=int, default=1000)
-    print(table(parser.parse_args().prompt_tokens))
+    parser.add_argument("--parts", type=Path, help="of micro.py, in JSON")
+    parser.add_argument("--measured", type=Path, help="of hidden_states.py, in JSON")
+    arguments = parser.parse_args()
+    if (arguments.parts is None) != (arguments.measured is None):
+        parser.error("--parts and --measured belong together")
+    if arguments.parts is None:
+        print(budget())
+        print(slowdowns())
+        return
+    parts = json.loads(arguments.parts.read_text())
+    measured = json.loads(arguments.measured.read_text())
+    print(beside_measured(parts, measured))
 
 
 if __name__ == "__main__":

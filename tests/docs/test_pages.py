@@ -74,6 +74,14 @@ def test_inserted_lines_are_those_of_the_patches(docs: Any) -> None:
     assert counts.total() < 100
 
 
+def test_sizes_are_those_of_the_simulation(docs: Any, engines: Any) -> None:
+    page = (docs.ROOT / "docs/features/hidden_states_sizing.md").read_text()
+    simulate = engines.import_file(docs.ROOT / "benchmarks" / "simulate.py")
+    for mark in ("budget", "slowdowns"):
+        table = getattr(simulate, mark)()
+        assert f"<!-- checked: {mark} -->\n{table}" in page
+
+
 def test_pictures_are_self_contained(docs: Any) -> None:
     """Well-formed, described, on a ground of their own, nothing from elsewhere."""
     name = "{http://www.w3.org/2000/svg}"

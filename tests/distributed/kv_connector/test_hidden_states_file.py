@@ -324,6 +324,17 @@ def test_files_of_something_else(tmp_path):
         load_hidden_states(str(path))
 
 
+def test_files_of_another_version(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_file(path)
+    known, later = (f'"hidden_states_format_version": "{n}"'.encode() for n in "12")
+    data = path.read_bytes()
+    assert known in data
+    path.write_bytes(data.replace(known, later))
+    with pytest.raises(HiddenStatesError, match="version '2'; known here: '1'"):
+        load_hidden_states(str(path))
+
+
 def test_rows_and_token_ids_must_agree(tmp_path):
     from safetensors.torch import save_file
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine refuses when it starts, though the configuration is well-formed."""
 
+import errno
+import fcntl
+import os
 import subprocess
 
 import pytest
@@ -38,6 +41,23 @@ def test_a_storage_path_that_is_read_only(start, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(ValueError, match="shared_storage_path .*Read-only file system"):
         start(small_disk)
+
+
+def test_a_storage_path_without_flock(start, tmp_path, monkeypatch):
+    """As on some network file systems: no reader could know what is complete."""
+
+    real = fcntl.flock
+
+    def flock(file, operation):
+        fd = file if isinstance(file, int) else file.fileno()
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ValueError, match="shared_storage_path .*No locks available"):
+        start(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_storage_path_that_does_not_exist_is_made(start, tmp_path):

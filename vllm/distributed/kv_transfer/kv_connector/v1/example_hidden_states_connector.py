@@ -25,6 +25,7 @@ The worker side:
 """
 
 import base64
+import fcntl
 import hashlib
 import os
 import re
@@ -898,10 +899,12 @@ def _check_storage_path(path: str) -> None:
     """
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        with tempfile.TemporaryFile(dir=path) as file:
+            # Some network file systems are mounted without.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise ValueError(
-            f"shared_storage_path {path!r}: no file can be made there "
-            f"({error.strerror}); valid: a directory that the engine may write to"
+            f"shared_storage_path {path!r}: no file can be made and locked there "
+            f"({error.strerror}); valid: a directory that the engine may write to, of "
+            "a file system that has flock"
         ) from error

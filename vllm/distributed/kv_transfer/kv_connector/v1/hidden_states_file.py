@@ -562,6 +562,10 @@ def _read(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise HiddenStatesError(
             path, f"the file there is not whole, or no safetensors file: {error}"
         ) from error
+    version = metadata.get(VERSION_KEY, FORMAT_VERSION)  # stock vLLM's files have none
+    if version != FORMAT_VERSION:
+        cause = f"the file there has format version {version!r}; known here: "
+        raise HiddenStatesError(path, cause + repr(FORMAT_VERSION))
     for name in ("hidden_states", "token_ids"):
         if name not in tensors:
             raise HiddenStatesError(path, f"the file there has no tensor {name!r}")
