@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=7, help="of each side")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10,
+        help="for a workload: no new turn after that, but three there are",
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--modes", nargs="+", choices=["compiled", "eager"], default=["compiled"]
@@ -178,11 +185,15 @@ def compare(
     sides: dict[str, Side],
     workload: tuple[int, int, int, float],
     turns: int,
+    minutes: float,
     title: str,
 ) -> dict[str, Any]:
     """The figures of each side, and its ratios to the first one."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    end = time.monotonic() + 60 * minutes
     for turn in range(-1, turns):  # the first one warms up
+        if turn >= 3 and time.monotonic() > end:
+            break
         # Back and forth, so that no side always comes after the same other.
         order = list(sides) if turn % 2 == 0 else list(reversed(sides))
         for name in order:
@@ -207,6 +218,7 @@ def compare(
             key: statistics.median(each[key] for each in turns_of)
             for key in turns_of[0]
         } | {
+            "turns": len(turns_of),
             "slowdown": statistics.median(slowdowns),
             "lowest": min(slowdowns),
             "highest": max(slowdowns),
@@ -223,7 +235,7 @@ def table(results: list[dict[str, Any]]) -> str:
     """The figures as a Markdown table."""
     lines = [
         "| model | workload | side | tokens/s | files complete | slowdown "
-        "| lowest to highest | CPU s per 1,000 tokens | peak MB | MB written "
+        "| lowest to highest, turns | CPU s per 1,000 tokens | peak MB | MB written "
         "| response to file, p50 and p99, ms |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -238,7 +250,7 @@ def table(results: list[dict[str, Any]]) -> str:
                 f"| {result['model']}, {result['mode']} | {result['workload']} "
                 f"| {side} | {each['tokens'] / each['seconds']:,.0f} "
                 f"| {speed(each):,.0f} | {each['slowdown']:.3f} "
-                f"| {each['lowest']:.3f} to {each['highest']:.3f} "
+                f"| {each['lowest']:.3f} to {each['highest']:.3f}, {each['turns']} "
                 f"| {each['cpu_seconds'] / each['tokens'] * 1e3:.3f} "
                 f"| {each['peak_bytes'] / 1e6:,.0f} | {each['bytes'] / 1e6:,.1f} "
                 f"| {latency} |"
@@ -294,6 +306,7 @@ def main() -> None:
                             used,
                             (count, *workload[1:]),
                             arguments.turns,
+                            arguments.minutes,
                             f"{name}, {mode}, {title}",
                         )
                         results.append(
@@ -308,7 +321,7 @@ def main() -> None:
     machine = f"{len(CPUS)} CPUs, {platform.machine()}, Python {sys.version.split()[0]}"
     text = (
         f"{table(results)}\n{start_up_table(starts)}\n{machine}; "
-        f"{arguments.turns} turns of each side; "
+        f"up to {arguments.turns} turns of each side; "
         f"numbers of prompts times {arguments.scale:g}.\n"
     )
     print(f"\n{text}")

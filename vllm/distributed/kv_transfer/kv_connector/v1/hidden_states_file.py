@@ -199,11 +199,11 @@ class HiddenStatesFile:
                 # An aborted request has just taken the directory that it had made.
                 self._make_directory()
                 self._take_guards(mode)
-            os.ftruncate(self._fd, 0)
             # Room for a note about what fails later; a full disk shows here. It says
             # from the start whose file this is, or others' would be swept with it.
             _write_at(self._fd, memoryview(MARK.ljust(HEADER_ROOM)), 0)
-            os.ftruncate(self._fd, HEADER_ROOM + num_row_bytes)
+            if num_row_bytes:
+                os.ftruncate(self._fd, HEADER_ROOM + num_row_bytes)
             # What an earlier request left at this path is not this one's.
             _unlink(self.path)
             if os.path.lexists(self.path + ERROR_SUFFIX):
@@ -287,7 +287,8 @@ class HiddenStatesFile:
         _hear_of_lost_writes(self._fd)
         if self.options.fsync:
             os.fsync(self._fd)
-        if not os.path.samestat(os.fstat(self._fd), os.stat(partial)):
+        status = os.fstat(self._fd)
+        if not os.path.samestat(status, os.stat(partial)):
             raise FileExistsError(f"{partial!r} has been replaced by another file")
         os.rename(partial, self.path)
         if self.options.fsync:
@@ -297,7 +298,7 @@ class HiddenStatesFile:
                 # Not shown yet, then: what fails now may be done again, or fail.
                 os.rename(self.path, partial)
                 raise
-        self._shown = _identity(self._fd)
+        self._shown = status.st_dev, status.st_ino
         self._close(self.options.keep_lock)  # from here on it is its readers'
 
     def finish_by(self, write: Callable[[str, int | None], None]) -> None:
@@ -334,7 +335,8 @@ class HiddenStatesFile:
         except BaseException:
             _unlink(whole)
             raise
-        self._shown = _identity(self.path)
+        status = os.stat(self.path)
+        self._shown = status.st_dev, status.st_ino
         self._drop(self.options.keep_lock)  # the partial file has no rows
 
     def _close_again(self, lock_fd: int | None) -> None:
@@ -634,7 +636,10 @@ def _wait_for(
 
 
 def _create_and_lock(path: str, mode: int) -> int:
-    """A descriptor of the file at ``path``, made or taken over, held exclusively."""
+    """A descriptor of the file at ``path``, empty, held exclusively.
+
+    It is made, or taken over from one of ours that nobody holds.
+    """
     while True:
         try:
             fd = _open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
@@ -653,11 +658,14 @@ def _create_and_lock(path: str, mode: int) -> int:
         # The file may have been removed between open and flock: then what we hold is
         # not what stands at the path.
         try:
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                if os.fstat(fd).st_size and not _has_mark(fd):
-                    raise FileExistsError(f"{path!r} is there, and not ours")
+            status = os.fstat(fd)
+            if os.path.samestat(status, os.stat(path)):
+                if status.st_size:
+                    if not _has_mark(fd):
+                        raise FileExistsError(f"{path!r} is there, and not ours")
+                    os.ftruncate(fd, 0)
                 # Whatever the umask, and whoever made what was taken over.
-                if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+                if stat.S_IMODE(status.st_mode) != mode:
                     os.fchmod(fd, mode)
                 return fd
         except FileNotFoundError:
@@ -794,11 +802,6 @@ def is_note(path: str) -> bool:
 def _has_mark(fd: int) -> bool:
     """Whether a file is one that we were writing."""
     return f'"{VERSION_KEY}"'.encode() in os.pread(fd, HEADER_ROOM, 0)
-
-
-def _identity(file: int | str) -> tuple[int, int]:
-    status = os.stat(file)
-    return status.st_dev, status.st_ino
 
 
 def note_death(path: str) -> bool:
