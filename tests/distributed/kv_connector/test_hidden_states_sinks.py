@@ -485,6 +485,7 @@ def test_what_does_not_pass_fails_with_its_cause(engine, verb, log):
     ("error", "kind"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "ENOSPC"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "EDQUOT"),
         (OSError(errno.EIO, "Input/output error"), "EIO"),
         (PermissionError("elsewhere"), "PermissionError"),
         (ValueError("odd"), "ValueError"),
@@ -493,7 +494,10 @@ def test_what_does_not_pass_fails_with_its_cause(engine, verb, log):
         (asyncio.CancelledError("gone"), "CancelledError"),
         (SystemExit(3), "SystemExit"),
     ],
-    ids=["ENOSPC", "EIO", "PermissionError", "ValueError", "wordless", "gone", "exit"],
+    ids=[
+        *("ENOSPC", "EDQUOT", "EIO", "PermissionError", "ValueError", "wordless"),
+        *("gone", "exit"),
+    ],
 )
 @pytest.mark.parametrize("verb", ["create", "write", "complete"])
 def test_what_will_not_pass_fails_at_once(engine, verb, error, kind, log):
@@ -613,17 +617,21 @@ def test_a_success_leaves_no_line_in_the_log_but_for_debugging(engine, log):
     run(engine, engine.writer())
     assert log.records == []
     logger.setLevel(logging.DEBUG)
-    run(engine, engine.writer())
-    removed = engine.writer()
-    removed.remove()
-    removed.drain()
-    told = [record.getMessage() for record in log.records]
-    assert told == [
-        "Hidden states of request: opened",
-        "Hidden states of request: complete, 6 rows",
-        "Hidden states of request: opened",
-        "Hidden states of request: removed",
+    writer = engine.writer()
+    writer.drain()
+    engine.step((writer, 0, make_rows(4)))
+    engine.step((writer, 4, make_rows(2)))
+    writer.finish(np.arange(6))
+    writer.remove()  # its client has given up
+    writer.drain()
+    assert [record.getMessage().partition(": ")[2] for record in log.records] == [
+        "opened /nowhere/a.safetensors",
+        "rows 0 to 3",
+        "rows 4 to 5",
+        "complete, 6 rows",
+        "removed",
     ]
+    assert {record.levelno for record in log.records} == {logging.DEBUG}
 
 
 # ---- Aborts, and the end -------------------------------------------------------

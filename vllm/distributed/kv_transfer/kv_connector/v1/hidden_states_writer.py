@@ -95,7 +95,11 @@ class RequestWriter:
 
         def open_sink() -> None:
             self._sink = self._open_sink(self.request)
-            logger.debug("Hidden states of %s: opened", self.request.request_id)
+            logger.debug(
+                "Hidden states of %s: opened %s",
+                self.request.request_id,
+                self.request.path,
+            )
 
         def task() -> None:
             try:
@@ -126,8 +130,15 @@ class RequestWriter:
             self._sink.write(rows)
             seconds = time.monotonic() - start
             self._stats.wrote(span.num_rows, rows.num_bytes, seconds)
+            end = position + span.num_rows
             # A preempted request starts over: rows again, to the same places.
-            self._num_rows = max(self._num_rows, position + span.num_rows)
+            self._num_rows = max(self._num_rows, end)
+            logger.debug(
+                "Hidden states of %s: rows %d to %d",
+                self.request.request_id,
+                position,
+                end - 1,
+            )
 
         def task() -> None:
             try:
