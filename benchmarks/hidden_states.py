@@ -125,6 +125,7 @@ class Side:
             env=environment,
             start_new_session=True,
         )
+        self.pid = self._process.pid
         self.about = self._listen()
 
     def run(self, workload: tuple[int, int, int, float], seed: int) -> dict[str, Any]:

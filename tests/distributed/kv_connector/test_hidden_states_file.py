@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     HiddenStatesTimeoutError,
     advice_about,
     cleanup_hidden_states,
+    is_anothers,
     is_hidden_states_file,
     load_hidden_states,
     note_death,
@@ -1025,8 +1026,9 @@ def test_the_death_of_a_writer_is_noted_for_its_readers(tmp_path, use_lock):
     assert note_death(path)
     assert not note_death(path)
     for _ in range(2):
-        with pytest.raises(HiddenStatesError, match="its writer ended before the file"):
+        with pytest.raises(HiddenStatesError, match="its writer ended") as caught:
             load_hidden_states(path)
+        assert caught.value.request_id == "request"
     assert os.path.getsize(path + ".error") == HEADER_ROOM  # the rows' space is free
     assert not os.path.exists(path + ".partial")
     # The leftovers are in nobody's way.
@@ -1495,3 +1497,164 @@ def test_a_directory_that_an_aborted_request_takes_along(tmp_path, monkeypatch):
     file.open()
     assert file.is_open and len(calls) == 2
     file.remove()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch, verify):
+    """By one of another length: the one or the other is read, not a part of each."""
+    path = str(tmp_path / "a.safetensors")
+    rows = write_file(path, 30, checksum="crc32")
+    other = str(tmp_path / "b.safetensors")
+    write_file(other, 60, checksum="crc32")
+    opened = hidden_states_file._open_file
+
+    def open_and_be_late(name, *arguments):
+        fd = opened(name, *arguments)
+        if name == path:
+            os.replace(other, path)
+        return fd
+
+    monkeypatch.setattr(hidden_states_file, "_open_file", open_and_be_late)
+    loaded = load_hidden_states(path, verify=verify)
+    assert torch.equal(loaded["hidden_states"], rows)
+    assert loaded["token_ids"].tolist() == list(range(30))
+    assert not os.path.exists(other)
+
+
+def replace_again_and_again(paths, target, is_over) -> None:
+    while not is_over.is_set():
+        for path in paths:
+            os.link(path, target + ".new")
+            os.replace(target + ".new", target)
+
+
+def test_files_that_are_replaced_all_the_time(tmp_path):
+    known, paths = {}, []
+    for length in (3, 50, 700):
+        paths.append(str(tmp_path / f"{length}.safetensors"))
+        known[length] = write_file(paths[-1], length, checksum="xxh3")
+    path = str(tmp_path / "a.safetensors")
+    write_file(path, 3, checksum="xxh3")
+    is_over = threading.Event()
+    replacing = threading.Thread(
+        target=replace_again_and_again, args=(paths, path, is_over)
+    )
+    replacing.start()
+    seen = set()
+    deadline = time.monotonic() + 20
+    try:
+        while len(seen) < 3 and time.monotonic() < deadline:
+            for verify in (False, True):
+                loaded = load_hidden_states(path, verify=verify)
+                length = len(loaded["token_ids"])
+                if length != 3 or seen:  # the first one is not of the three
+                    seen.add(length)
+                    assert loaded["token_ids"].tolist() == list(range(length))
+                if length != 3:
+                    assert torch.equal(loaded["hidden_states"], known[length])
+    finally:
+        is_over.set()
+        replacing.join()
+    assert seen == {3, 50, 700}
+
+
+def test_what_was_read_is_the_readers_own(tmp_path):
+    """Whatever becomes of the file: mapped memory would end the process, or change."""
+    path = str(tmp_path / "a.safetensors")
+    rows = write_file(path, 5000)
+    loaded = load_hidden_states(path)
+    with open(path, "r+b") as file:
+        file.seek(HEADER_ROOM)
+        file.write(bytes(100))
+    os.truncate(path, 0)
+    assert torch.equal(loaded["hidden_states"], rows)
+    loaded["hidden_states"].zero_()  # and may be changed
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_that_the_disk_cannot_read(tmp_path, verify):
+    """A regular file of the kernel's, whose first page no read can have."""
+    path = tmp_path / "a.safetensors"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(HiddenStatesError, match="cannot be read: .*Input/output") as e:
+        load_hidden_states(path, verify=verify)
+    assert e.value.advice == ADVICE[errno.EIO]
+    assert isinstance(e.value.__cause__, OSError)
+
+
+def test_a_note_whose_file_cannot_be_renamed_is_found(tmp_path, monkeypatch):
+    """As in a directory that has been made immutable."""
+    path = str(tmp_path / "a.safetensors")
+    file = HiddenStatesFile(path, "request")
+    file.open()
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        patched.setattr(os, "unlink", refuse)
+        with pytest.raises(PermissionError):
+            file.fail("no space", "make some")
+    for is_noted in (False, True):
+        assert os.path.exists(path + ".partial") != is_noted
+        with pytest.raises(HiddenStatesError, match="no space") as caught:
+            load_hidden_states(path)
+        assert (caught.value.request_id, caught.value.advice) == (
+            "request",
+            "make some",
+        )
+        # Who sweeps does not know better.
+        assert note_death(path) != is_noted
+
+
+def test_what_cannot_be_removed_is_said(tmp_path):
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(HiddenStatesError, match="cannot be removed: .*null"):
+        cleanup_hidden_states("a\0b")
+    with pytest.raises(HiddenStatesError, match="cannot be removed: .*too long"):
+        cleanup_hidden_states(str(tmp_path / ("a" * 300)))
+    os.mkdir(f"{path}.error")
+    with pytest.raises(HiddenStatesError, match="cannot be removed: .*directory"):
+        cleanup_hidden_states(path)
+    os.rmdir(f"{path}.error")
+    path.touch()
+    cleanup_hidden_states(path / "b.safetensors")  # is not there
+    assert path.exists()
+
+
+def test_a_note_beside_a_directory_is_told(tmp_path):
+    path = tmp_path / "a.safetensors"
+    file = HiddenStatesFile(str(path), "request")
+    file.open()
+    path.mkdir()
+    file.fail("a directory came")
+    with pytest.raises(HiddenStatesError, match="a directory came"):
+        load_hidden_states(path)
+
+
+def test_files_that_clients_named_are_known(tmp_path):
+    path = str(tmp_path / "a.safetensors")
+    assert not is_anothers(path)
+    for is_chosen in (True, False):
+        for end in ("complete", "failed", "dead", "live"):
+            file = HiddenStatesFile(path, "request", is_chosen=is_chosen)
+            file.open()
+            assert is_anothers(path) != is_chosen
+            if end == "complete":
+                file.write(0, rows_and_bytes(5)[1])
+                finish(file, 5)
+            elif end == "failed":
+                file.fail("cause")
+            elif end == "dead":
+                file._close(keep_lock=False)
+                assert note_death(path)
+            assert is_anothers(path) != is_chosen
+            file.withdraw()
+            cleanup_hidden_states(path)
+            assert files_in(tmp_path) == []
+    for suffix in ("", ".partial", ".error"):
+        for make in (os.mkdir, os.mkfifo):
+            make(path + suffix)
+            assert is_anothers(path)
+            os.rmdir(path + suffix) if make is os.mkdir else os.unlink(path + suffix)

@@ -306,6 +306,20 @@ def test_a_path_where_something_is(run, make_prompt, storage, reference_rows):
         check(load_hidden_states(path, timeout=10), prompt, reference_rows)
 
 
+def test_a_path_that_others_were_given(run, make_prompt, storage, reference_rows):
+    """By the engine: it is theirs, whether its file is complete or to come."""
+    prompt = make_prompt(20)
+    run.add(prompt)
+    path = run.only()["hidden_states_path"]
+    run.add(make_prompt(30), hidden_states_path=path)
+    assert "that a client has named" in run.only()["hidden_states_error"]
+    check(load_hidden_states(path, timeout=10), prompt, reference_rows)
+    for folder in (path, f"{path}.partial", f"{path}.error"):
+        with pytest.raises(ValueError, match="a directory in it ends as files do"):
+            run.add(make_prompt(5), hidden_states_path=f"{folder}/a.safetensors")
+    check(load_hidden_states(path, timeout=10), prompt, reference_rows)
+
+
 def test_one_path_for_two_requests_at_once(run, make_prompt, reference_rows):
     """One has it, whole; the other is told."""
     prompts = [make_prompt(150, seed=seed) for seed in range(2)]

@@ -6,6 +6,7 @@ import os
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,20 @@ def test_no_path_where_none_is_allowed(path):
         assert "allow_custom_save_path" in str(error)
     else:
         raise AssertionError(path)
+
+
+@pytest.mark.parametrize("end", ["", ".lock", ".partial", ".error", ".whole"])
+def test_no_directory_where_a_file_may_come(end):
+    for path in (f"a.safetensors{end}/b.safetensors", f"c/a.safetensors{end}/d/e"):
+        with pytest.raises(RequestError, match="a directory in it ends as files do"):
+            parse_request({PATH: f"{path}.safetensors"}, CONFIG)
+    for path in ("lock/partial.error", f"a{end}/b", f"a.safetensors{end}"):
+        assert parse_request({PATH: f"{path}.safetensors"}, CONFIG).path
+
+
+def test_arrays_are_no_lists():
+    with pytest.raises(RequestError, match=f"{LAYERS}.*not a non-empty list"):
+        parse_request({LAYERS: np.array([3, 6])}, CONFIG)
 
 
 @pytest.mark.parametrize("name", [f"{'x' * 240}", f"a/{'y' * 241}/b", "\u20ac" * 80])

@@ -37,6 +37,11 @@ PART_OF_ANOTHER = {MARK: ("part of another request",)}
 # (its processes exchange requests by recursive means).
 MAX_PATH = 1024  # bytes
 MAX_PART = 240  # of one name in it: 255 with what we put behind
+# How our files end, and what stands beside them: no name of a directory.
+RESERVED = (
+    ".safetensors",
+    *(f".safetensors.{end}" for end in ("lock", "partial", "error", "whole")),
+)
 MAX_KEYS = 64
 MAX_KEY_LENGTH = 100
 MAX_DEPTH = 16
@@ -95,7 +100,9 @@ def parse_request(
         raise RequestError("", params, "not an object; valid: options by name")
     refuse_misspelled(params, OPTIONS)
     # Who says how wants it: an option alone would be passed over without a word.
-    says_how = any(params.get(option) for option in (LAYERS, OUTPUT, PATH, INLINE))
+    said = [params.get(option) for option in (LAYERS, OUTPUT, PATH, INLINE)]
+    # Not by truth or equality, which arrays have not.
+    says_how = any(value is not None and value is not False for value in said)
     extract = _flag(params, EXTRACT, config.extract_by_default or says_how)
     include_output_tokens = _flag(params, OUTPUT, False)
     columns = _columns(params.get(LAYERS), config.layer_ids)
@@ -223,8 +230,15 @@ def _path(path: Any, config: "HiddenStatesConfig") -> str | None:
     if "\0" in path or not _is_unicode(path) or len(path.encode()) > MAX_PATH:
         raise RequestError(PATH, path, f"with NUL, no Unicode, or too long; {valid}")
     full = os.path.normpath(os.path.join(roots[0], path))
-    if not any(full.startswith(os.path.join(root, "")) for root in roots):
+    inner = [full[len(root) :] for root in roots if _is_below(full, root)]
+    if not inner:
         raise RequestError(PATH, path, f"elsewhere; {valid}")
+    # No directory where a file of hidden states, or what is beside it, may come.
+    for folder in min(inner, key=len).split("/")[:-1]:
+        if folder.endswith(RESERVED):
+            raise RequestError(
+                PATH, path, f"a directory in it ends as files do that are ours; {valid}"
+            )
     if any(len(part.encode()) > MAX_PART for part in full.split("/")):
         raise RequestError(
             PATH, path, f"with a name of more than {MAX_PART} bytes; {valid}"
@@ -232,6 +246,10 @@ def _path(path: Any, config: "HiddenStatesConfig") -> str | None:
     if not os.path.basename(full).removesuffix(".safetensors"):
         raise RequestError(PATH, path, f"without a name; {valid}")
     return full
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path.startswith(os.path.join(root, ""))
 
 
 def _columns(layers: Any, layer_ids: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -56,6 +56,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     HiddenStatesTimeoutError,
     cleanup_hidden_states,
     load_hidden_states,
+    make_directories,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_metadata import (
     HiddenStatesConnectorMetadata,
@@ -220,12 +221,32 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.config = config
         self._storage_path = os.path.abspath(config.shared_storage_path)
         if role == KVConnectorRole.SCHEDULER:
-            _check_storage_path(self._storage_path)
+            self._check_storage_path()
             self._init_scheduler_side()
         else:
             self._init_worker_side()
             if self.is_writer:
-                _check_storage_path(self._storage_path)
+                self._check_storage_path()
+
+    def _check_storage_path(self) -> None:
+        """Fail at start-up where no file can be made.
+
+        Raises:
+            ValueError: naming the option and its value.
+        """
+        path = self._storage_path
+        mode = FileOptions(mode=int(self.config.file_mode, 8)).directory_mode
+        try:
+            list(make_directories(path, mode))
+            with tempfile.TemporaryFile(dir=path) as file:
+                # Some network file systems are mounted without.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"shared_storage_path {path!r}: no file can be made and locked there "
+                f"({error.strerror}); valid: a directory that the engine may write "
+                "to, of a file system that has flock"
+            ) from error
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
@@ -889,22 +910,3 @@ def _prompt_token_ids(request: "Request") -> np.ndarray:
     if request.prompt_is_token_ids is not None:
         token_ids[~np.asarray(request.prompt_is_token_ids, bool)] = -1
     return token_ids
-
-
-def _check_storage_path(path: str) -> None:
-    """Fail at start-up where no file can be made.
-
-    Raises:
-        ValueError: naming the option and its value.
-    """
-    try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as file:
-            # Some network file systems are mounted without.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ValueError(
-            f"shared_storage_path {path!r}: no file can be made and locked there "
-            f"({error.strerror}); valid: a directory that the engine may write to, of "
-            "a file system that has flock"
-        ) from error

@@ -30,13 +30,14 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from vllm.v1.hidden_states.dtypes import FLOAT8, SCALES, dequantized
 
@@ -60,8 +61,8 @@ POLL_INTERVAL = 0.01
 CHECKSUM_BLOCK = 1 << 20
 
 VERSION_KEY = "hidden_states_format_version"
-# At the start of a file that is being written.
-MARK = json.dumps({VERSION_KEY: FORMAT_VERSION}).encode()
+# In the metadata of a file whose path a client chose: another client may choose it.
+CHOSEN_KEY = "custom_save_path"
 CHECKSUM_KEY = "checksum"
 CHECKSUMS = ("crc32", "xxh3")
 
@@ -162,12 +163,24 @@ class HiddenStatesFile:
         path: Where the complete file will appear.
         request_id: Told to readers in metadata and errors.
         options: How it is made.
+        is_chosen: A client named the path, and another may, later.
     """
 
-    def __init__(self, path: str, request_id: str, options: FileOptions | None = None):
+    def __init__(
+        self,
+        path: str,
+        request_id: str,
+        options: FileOptions | None = None,
+        is_chosen: bool = False,
+    ):
         self.path = path
         self.request_id = request_id
         self.options = options or FileOptions()
+        # What the file says of itself from its beginning to its end, a note, too.
+        self._about = {
+            VERSION_KEY: FORMAT_VERSION,
+            "request_id": request_id[:MAX_REQUEST_ID],
+        } | ({CHOSEN_KEY: "true"} if is_chosen else {})
         self._fd = -1
         self._lock_fd = -1
         # Device and inode of the complete file.
@@ -201,7 +214,8 @@ class HiddenStatesFile:
                 self._take_guards(mode)
             # Room for a note about what fails later; a full disk shows here. It says
             # from the start whose file this is, or others' would be swept with it.
-            _write_at(self._fd, memoryview(MARK.ljust(HEADER_ROOM)), 0)
+            mark = _encoded(self._about).ljust(HEADER_ROOM)
+            _write_at(self._fd, memoryview(mark), 0)
             if num_row_bytes:
                 os.ftruncate(self._fd, HEADER_ROOM + num_row_bytes)
             # What an earlier request left at this path is not this one's.
@@ -249,8 +263,7 @@ class HiddenStatesFile:
         end = scales_end + len(token_bytes)
         about = {
             "format": "pt",
-            VERSION_KEY: FORMAT_VERSION,
-            "request_id": self.request_id[:MAX_REQUEST_ID],
+            **self._about,
             **metadata,
         }
         header: dict[str, Any] = {
@@ -277,7 +290,8 @@ class HiddenStatesFile:
         os.ftruncate(self._fd, HEADER_ROOM + end)
         if self.options.checksum is not None:
             # Of what stands in the file, not of what was meant to.
-            about[CHECKSUM_KEY] = _checksum(self._fd, self.options.checksum)
+            blocks = _blocks(self._fd)
+            about[CHECKSUM_KEY] = _checksum(blocks, self.options.checksum)
         size = HEADER_ROOM - 8
         text = _encoded(header).ljust(size)
         if len(text) > size:
@@ -354,7 +368,7 @@ class HiddenStatesFile:
             OSError: if not even the note can be left. Readers are released all the
                 same, and told that the file was never completed.
         """
-        text = _note(self.request_id, cause, advice)
+        text = _note(self._about, cause, advice)
         try:
             os.ftruncate(self._fd, HEADER_ROOM)  # frees the rows' space first
             _write_at(self._fd, memoryview(text.ljust(HEADER_ROOM)), 0)
@@ -373,20 +387,9 @@ class HiddenStatesFile:
             file.write(text)
 
     def _make_directory(self) -> None:
-        missing = []
         folder = os.path.dirname(self.path) or "."
-        while not os.path.isdir(folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder) or "."
-            if missing[-1] == folder:
-                break
-        # Not os.makedirs, which has the mode for the last one alone.
-        for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # somebody else's, at once
-                os.mkdir(folder, self.options.directory_mode)
-                self._made.append(folder)
-                if self.options.mode & 0o077:  # whatever the umask
-                    os.chmod(folder, self.options.directory_mode)
+        for made in make_directories(folder, self.options.directory_mode):
+            self._made.append(made)
 
     def withdraw(self) -> None:
         """Take back what has been written; leaves nothing. May be called twice.
@@ -443,6 +446,30 @@ class HiddenStatesFile:
                     os.close(fd)
 
 
+def make_directories(folder: str, mode: int) -> Iterator[str]:
+    """Make a directory, and those above it that are missing; gives those made.
+
+    Args:
+        folder: Its path.
+        mode: Of all of them, whatever the umask.
+    """
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder) or "."
+        if missing[-1] == folder:
+            break
+    # Not os.makedirs, which has the mode for the last one alone.
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder, mode)
+        except FileExistsError:  # somebody else's, at once; or a file
+            continue
+        yield folder
+        if mode & 0o077:
+            os.chmod(folder, mode)
+
+
 def load_hidden_states(
     path: str,
     timeout: float | None = None,
@@ -464,29 +491,33 @@ def load_hidden_states(
 
     Returns:
         ``hidden_states`` ``[num_tokens, num_layers, hidden_size]`` and ``token_ids``
-        ``[num_tokens]`` int64, on the CPU. Beside float8_e4m3 hidden states stand
-        ``hidden_states_scales`` ``[num_tokens, 1, 1]`` float32, by which they have to
-        be multiplied.
+        ``[num_tokens]`` int64, on the CPU, in memory of their own. Beside float8_e4m3
+        hidden states stand ``hidden_states_scales`` ``[num_tokens, 1, 1]`` float32, by
+        which they have to be multiplied.
 
     Raises:
-        HiddenStatesError: if there is no complete file and none will come.
+        HiddenStatesError: if there is no complete file and none will come; if it cannot
+            be read; with ``verify``, if it has changed, or has no checksum.
         HiddenStatesTimeoutError: if the file is not complete in time.
     """
     path = os.fspath(path)
-    _refuse_directory(path)
     deadline = None if timeout is None else time.monotonic() + timeout
     # Guards first, then the data: the writer shows the data before it lets go.
     was_locked = _wait_for(path, path + LOCK_SUFFIX, deadline, timeout)
     is_abandoned = _wait_for(path, path + PARTIAL_SUFFIX, deadline, timeout)
-    if os.path.exists(path):
+    if os.path.exists(path) and not os.path.isdir(path):
+        data = _contents(path)
         if verify:
-            _verify_checksum(path)
-        tensors, metadata = _read(path)
+            _verify_checksum(path, data)
+        tensors, metadata = _read(path, data)
         return dequantized(tensors, metadata.get("dtype")) if dequantize else tensors
     # Before the note: a sweeper makes the one of the other at any time.
     is_left = is_abandoned and os.path.exists(path + PARTIAL_SUFFIX)
     _raise_noted_error(path)
+    _refuse_directory(path)
     if is_left:
+        if is_note(path + PARTIAL_SUFFIX):  # whose name could not be changed
+            _raise_noted_error(path, PARTIAL_SUFFIX)
         cause = "its writer ended before the file was complete"
     elif was_locked or is_abandoned:
         cause = (
@@ -508,21 +539,26 @@ def cleanup_hidden_states(path: str, keep_hidden_states: bool = False) -> None:
     ``keep_hidden_states`` all but the file. What is not there is no error.
 
     Raises:
-        HiddenStatesError: if the path is a directory's.
+        HiddenStatesError: if the path is a directory's, or cannot be removed.
     """
     path = os.fspath(path)
     _refuse_directory(path)
-    _unlink(path + LOCK_SUFFIX)
-    _unlink(path + ERROR_SUFFIX)
-    with contextlib.suppress(FileNotFoundError, BlockingIOError, _NotAFileError):
-        fd = _open_file(path + PARTIAL_SUFFIX)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            _unlink(path + PARTIAL_SUFFIX)
-        finally:
-            os.close(fd)
-    if not keep_hidden_states:
-        _unlink(path)
+    try:
+        _unlink(path + LOCK_SUFFIX)
+        _unlink(path + ERROR_SUFFIX)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError, _NotAFileError):
+            fd = _open_file(path + PARTIAL_SUFFIX)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                _unlink(path + PARTIAL_SUFFIX)
+            finally:
+                os.close(fd)
+        if not keep_hidden_states:
+            _unlink(path)
+    except NotADirectoryError:
+        return  # a file stands where its directory was
+    except (OSError, ValueError) as error:
+        raise HiddenStatesError(path, f"it cannot be removed: {error}") from error
 
 
 def _refuse_directory(path: str) -> None:
@@ -550,17 +586,44 @@ def _open_file(path: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
     return fd
 
 
-def _read(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _contents(path: str) -> bytes:
+    """All of a file, read once.
+
+    By one descriptor: a file that takes its place meanwhile is another request's. And
+    not mapped into memory, where an error of the disk would end the process.
+
+    Raises:
+        HiddenStatesError: if it cannot be read.
+    """
     try:
-        os.close(_open_file(path))
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-            metadata: dict[str, str] = file.metadata() or {}
-    # safetensors opens the file twice, and raises a bare RuntimeError the second time.
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        if not os.path.exists(path):
-            cause = "the file was removed while it was read"
-            raise HiddenStatesError(path, cause) from error
+        with open(_open_file(path), "rb", buffering=0) as file:
+            return file.readall()
+    except FileNotFoundError as error:
+        raise HiddenStatesError(path, "the file was removed") from error
+    except (OSError, ValueError) as error:
+        cause = f"the file there cannot be read: {error}"
+        raise HiddenStatesError(path, cause, None, advice_about(error)) from error
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Of a whole file."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata: dict[str, str] = header.get("__metadata__") or {}
+    return metadata
+
+
+def _read(path: str, data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        tensors = load(data)
+        metadata = _metadata(data)
+    # KeyError: of a dtype that torch has not. RuntimeError, AssertionError: of a shape.
+    except (
+        SafetensorError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        AssertionError,
+    ) as error:
         raise HiddenStatesError(
             path, f"the file there is not whole, or no safetensors file: {error}"
         ) from error
@@ -593,9 +656,9 @@ def _read(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _raise_noted_error(path: str) -> None:
+def _raise_noted_error(path: str, suffix: str = ERROR_SUFFIX) -> None:
     try:
-        with open(_open_file(path + ERROR_SUFFIX), encoding="utf-8") as file:
+        with open(_open_file(path + suffix), encoding="utf-8") as file:
             note = json.load(file)
         cause, request_id = str(note["cause"]), str(note["request_id"])
         advice = note.get("advice")
@@ -705,19 +768,19 @@ def _sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def _checksum(fd: int, algorithm: str) -> str:
+def _checksum(blocks: Iterable[bytes | memoryview], algorithm: str) -> str:
     """Such as ``crc32:1c291ca3``, of all that follows the room for the header."""
     if algorithm == "xxh3":
         import xxhash
 
         digest = xxhash.xxh3_64()
-        for block in _blocks(fd):
+        for block in blocks:
             digest.update(block)
         return f"{algorithm}:{digest.hexdigest()}"
     if algorithm != "crc32":
         raise ValueError(f"checksum {algorithm!r}; valid: {', '.join(CHECKSUMS)}")
     crc = 0
-    for block in _blocks(fd):
+    for block in blocks:
         crc = zlib.crc32(block, crc)
     return f"{algorithm}:{crc:08x}"
 
@@ -729,25 +792,25 @@ def _blocks(fd: int) -> Iterator[bytes]:
         offset += len(block)
 
 
-def _verify_checksum(path: str) -> None:
+def _verify_checksum(path: str, data: bytes) -> None:
     """Compare a file with the checksum in its metadata.
 
     Raises:
         HiddenStatesError: if it has none, or differs.
     """
     try:
-        os.close(_open_file(path))
-        with safe_open(path, framework="pt") as file:
-            stored = (file.metadata() or {}).get(CHECKSUM_KEY)
+        stored = _metadata(data).get(CHECKSUM_KEY)
         if stored is None:
             cause = "its file has no checksum (a server's option `checksum`)"
             raise HiddenStatesError(path, cause)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found = _checksum(fd, stored.partition(":")[0])
-        finally:
-            os.close(fd)
-    except (SafetensorError, OSError, ValueError, ImportError) as error:
+        found = _checksum([memoryview(data)[HEADER_ROOM:]], stored.partition(":")[0])
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        ImportError,
+    ) as error:
         raise HiddenStatesError(path, f"its checksum cannot be read: {error}") from (
             error
         )
@@ -756,8 +819,8 @@ def _verify_checksum(path: str) -> None:
         raise HiddenStatesError(path, cause)
 
 
-def is_hidden_states_file(path: str) -> bool:
-    """Whether a complete file at a path is one of ours, by its header."""
+def is_hidden_states_file(path: str, key: str = VERSION_KEY) -> bool:
+    """Whether a complete file at a path is one of ours, by a key of its metadata."""
     try:
         fd = _open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -767,36 +830,64 @@ def is_hidden_states_file(path: str) -> bool:
         if size > HEADER_ROOM:  # ours has this room, and no more
             return False
         header = json.loads(os.pread(fd, size, 8))
-        return VERSION_KEY in header["__metadata__"]
+        return key in header["__metadata__"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
     finally:
         os.close(fd)
 
 
-def _note(request_id: str, cause: str, advice: str | None = None) -> bytes:
-    note = {"request_id": request_id[:MAX_REQUEST_ID], "cause": cause[:MAX_CAUSE]}
+def _note(about: dict[str, str], cause: str, advice: str | None = None) -> bytes:
+    note = about | {"cause": cause[:MAX_CAUSE]}
     text = _encoded(note | ({"advice": advice} if advice else {}))
     if len(text) <= HEADER_ROOM:
         return text
     # JSON has six bytes for a control character.
     shorter = advice and advice[: len(advice) // 2]
-    return _note(request_id, cause[: min(len(cause), MAX_CAUSE) // 2], shorter)
+    return _note(about, cause[: min(len(cause), MAX_CAUSE) // 2], shorter)
 
 
 def is_note(path: str) -> bool:
     """Whether what stands at a path is a note of ours."""
+    return {"request_id", "cause"} <= set(_about(path))
+
+
+def _about(path: str) -> dict[str, str]:
+    """What a file that is not complete says of itself, or a note; empty if nothing."""
     try:
         fd = _open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
-        return False
+        return {}
     try:
-        note = json.loads(os.pread(fd, HEADER_ROOM + 1, 0))
-        return isinstance(note, dict) and {"request_id", "cause"} <= set(note)
+        about = json.loads(os.pread(fd, HEADER_ROOM, 0))
+        return about if isinstance(about, dict) else {}
     except (OSError, ValueError, RecursionError):
-        return False
+        return {}
     finally:
         os.close(fd)
+
+
+def is_anothers(path: str) -> bool:
+    """Whether what stands at a path, or comes there, is no file of a chosen path.
+
+    Such as one of an engine's own choice, which somebody has been told of.
+    """
+    if os.path.lexists(path) and not is_hidden_states_file(path, CHOSEN_KEY):
+        return True
+    for other in (path + PARTIAL_SUFFIX, path + ERROR_SUFFIX):
+        try:
+            fd = _open_file(other, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True
+        try:
+            page = os.pread(fd, HEADER_ROOM, 0)
+        finally:
+            os.close(fd)
+        if page and f'"{CHOSEN_KEY}"'.encode() not in page:
+            return True
+    return False
 
 
 def _has_mark(fd: int) -> bool:
@@ -820,9 +911,13 @@ def note_death(path: str) -> bool:
             return False
         if os.fstat(fd).st_size and not _has_mark(fd):
             return False  # a download, perhaps
-        os.ftruncate(fd, HEADER_ROOM)
-        text = _note("", "its writer ended before the file was complete")
-        _write_at(fd, memoryview(text.ljust(HEADER_ROOM)), 0)
+        if not is_note(
+            path + PARTIAL_SUFFIX
+        ):  # its writer's, which could not rename it
+            about = {"request_id": ""} | _about(path + PARTIAL_SUFFIX)
+            text = _note(about, "its writer ended before the file was complete")
+            os.ftruncate(fd, HEADER_ROOM)
+            _write_at(fd, memoryview(text.ljust(HEADER_ROOM)), 0)
         os.rename(path + PARTIAL_SUFFIX, path + ERROR_SUFFIX)
     except (BlockingIOError, FileNotFoundError):
         return False

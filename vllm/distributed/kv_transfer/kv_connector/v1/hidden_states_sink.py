@@ -21,7 +21,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     FileOptions,
     HiddenStatesFile,
-    is_hidden_states_file,
+    is_anothers,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_metadata import (
     InlineRows,
@@ -115,7 +115,8 @@ class Sink(ABC):
 
         Args:
             cause: What went wrong, for whoever has been told the path. None where the
-                request was aborted, and nobody has.
+                request was aborted, and nobody has; or, after a call with a cause,
+                where the response had it, and nobody will ask.
             advice: What an operator may do about it, where that is known.
         """
 
@@ -163,7 +164,9 @@ class FileSink(Sink):
         roots: Sequence[str] | None = None,
     ):
         self._request = request
-        self.file = HiddenStatesFile(request.path, request.request_id, options)
+        self.file = HiddenStatesFile(
+            request.path, request.request_id, options, is_chosen=roots is not None
+        )
         # Small, and their place in the file is behind the last row.
         self._scales = Rows(4)
         if roots is not None:
@@ -197,7 +200,8 @@ def confine(path: str, roots: Sequence[str]) -> None:
 
     Raises:
         PermissionError: if no root holds it.
-        FileExistsError: if what stands there is nothing that we wrote.
+        FileExistsError: if what stands there is nothing that we wrote, or was written
+            for a client who had not named the path.
     """
     directory = os.path.realpath(os.path.dirname(path))
     for root in map(os.path.realpath, roots):
@@ -205,8 +209,10 @@ def confine(path: str, roots: Sequence[str]) -> None:
             break
     else:
         raise PermissionError(f"{directory!r} is outside of {', '.join(roots)}")
-    if os.path.lexists(path) and not is_hidden_states_file(path):
-        raise FileExistsError(f"{path!r} is there, and no file of hidden states")
+    if is_anothers(path):
+        raise FileExistsError(
+            f"{path!r} is there, and no file of hidden states that a client has named"
+        )
 
 
 class Rows:
@@ -253,7 +259,9 @@ class WholeTensorSink(Sink):
             confine(request.path, roots)
         self._write_tensors = write_tensors
         self._rows = Rows(request.bytes_per_row)
-        self.file = HiddenStatesFile(request.path, request.request_id, options)
+        self.file = HiddenStatesFile(
+            request.path, request.request_id, options, is_chosen=roots is not None
+        )
         self.file.open()
 
     def write(self, span: RowSpan) -> None:

@@ -94,7 +94,10 @@ class RequestWriter:
         done: Future[None] = Future()
 
         def open_sink() -> None:
-            self._sink = self._open_sink(self.request)
+            sink = self._open_sink(self.request)
+            if not isinstance(sink, Sink):  # a third party's function
+                raise TypeError(f"{sink!r} is no Sink")
+            self._sink = sink
             logger.debug(
                 "Hidden states of %s: opened %s",
                 self.request.request_id,
@@ -221,7 +224,8 @@ class RequestWriter:
                 number = error.errno if isinstance(error, OSError) else None
                 delay = next(delays, None) if number in TRANSIENT else None
                 if delay is None:
-                    cause = f"cannot {verb} the file: {_sentence(error)}"
+                    what = "rows" if self.is_inline else "file"
+                    cause = f"cannot {verb} the {what}: {_sentence(error)}"
                     kind = errno.errorcode.get(number or 0, type(error).__name__)
                     return self._fail(cause, kind, advice_about(error))
             time.sleep(delay)
