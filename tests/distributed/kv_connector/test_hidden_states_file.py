@@ -39,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     is_anothers,
     is_hidden_states_file,
     load_hidden_states,
+    make_directories,
     note_death,
     remove_unheld,
 )
@@ -1658,3 +1659,17 @@ def test_files_that_clients_named_are_known(tmp_path):
             make(path + suffix)
             assert is_anothers(path)
             os.rmdir(path + suffix) if make is os.mkdir else os.unlink(path + suffix)
+
+
+def test_directories_are_made_with_one_mode(tmp_path):
+    """An engine's own storage path, too: whoever may read its files can reach them."""
+    folders = [tmp_path / "a", tmp_path / "a" / "b"]
+    old = os.umask(0o077)
+    try:
+        made = list(make_directories(str(folders[-1]), 0o755))
+    finally:
+        os.umask(old)
+    assert made == [str(folder) for folder in folders]
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o755, 0o755]
+    assert list(make_directories(str(folders[-1]), 0o700)) == []
+    assert folders[-1].stat().st_mode & 0o777 == 0o755  # it was there

@@ -546,6 +546,18 @@ def test_nothing_is_written_after_a_failure(engine, log):
     assert engine.counts() == {"files_failed": {"ENOSPC": 1}}
 
 
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_what_is_no_sink_is_named(log, is_inline):
+    with ThreadPoolExecutor(1) as pool:
+        writer = RequestWriter(
+            pool, make_request(), lambda request: None, is_inline=is_inline
+        )
+        writer.open().result()
+    what = "rows" if is_inline else "file"
+    assert writer.failure == f"cannot create the {what}: None is no Sink"
+    assert len(log.records) == 1
+
+
 def test_a_failure_of_one_request_is_not_anothers(engine):
     bad = engine.writer(make_request(request_id="bad"))
     good = engine.writer(make_request(request_id="good"))
