@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     cleanup_hidden_states,
     is_anothers,
     is_hidden_states_file,
+    is_note,
     load_hidden_states,
     make_directories,
     note_death,
@@ -1673,3 +1674,15 @@ def test_directories_are_made_with_one_mode(tmp_path):
     assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o755, 0o755]
     assert list(make_directories(str(folders[-1]), 0o700)) == []
     assert folders[-1].stat().st_mode & 0o777 == 0o755  # it was there
+
+
+def test_a_long_file_is_no_note(tmp_path):
+    """Whatever its first page says: it is somebody's, and nobody removes it."""
+    path = str(tmp_path / "a.safetensors")
+    file = HiddenStatesFile(path, "request")
+    file.open()
+    file.fail("cause")
+    assert is_note(path + ".error")
+    with open(path + ".error", "ab") as note:
+        note.write(b"more")
+    assert not is_note(path + ".error")

@@ -849,17 +849,18 @@ def _note(about: dict[str, str], cause: str, advice: str | None = None) -> bytes
 
 def is_note(path: str) -> bool:
     """Whether what stands at a path is a note of ours."""
-    return {"request_id", "cause"} <= set(_about(path))
+    # What goes on after that is none.
+    return {"request_id", "cause"} <= set(_about(path, HEADER_ROOM + 1))
 
 
-def _about(path: str) -> dict[str, str]:
+def _about(path: str, size: int = HEADER_ROOM) -> dict[str, str]:
     """What a file that is not complete says of itself, or a note; empty if nothing."""
     try:
         fd = _open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return {}
     try:
-        about = json.loads(os.pread(fd, HEADER_ROOM, 0))
+        about = json.loads(os.pread(fd, size, 0))
         return about if isinstance(about, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
@@ -882,17 +883,16 @@ def is_anothers(path: str) -> bool:
         except OSError:
             return True
         try:
-            page = os.pread(fd, HEADER_ROOM, 0)
+            if os.fstat(fd).st_size and not _has_mark(fd, CHOSEN_KEY):
+                return True
         finally:
             os.close(fd)
-        if page and f'"{CHOSEN_KEY}"'.encode() not in page:
-            return True
     return False
 
 
-def _has_mark(fd: int) -> bool:
-    """Whether a file is one that we were writing."""
-    return f'"{VERSION_KEY}"'.encode() in os.pread(fd, HEADER_ROOM, 0)
+def _has_mark(fd: int, key: str = VERSION_KEY) -> bool:
+    """Whether a file is one that we were writing, by a key that it says."""
+    return f'"{key}"'.encode() in os.pread(fd, HEADER_ROOM, 0)
 
 
 def note_death(path: str) -> bool:
@@ -911,9 +911,8 @@ def note_death(path: str) -> bool:
             return False
         if os.fstat(fd).st_size and not _has_mark(fd):
             return False  # a download, perhaps
-        if not is_note(
-            path + PARTIAL_SUFFIX
-        ):  # its writer's, which could not rename it
+        # Its writer's, which could not rename it.
+        if not is_note(path + PARTIAL_SUFFIX):
             about = {"request_id": ""} | _about(path + PARTIAL_SUFFIX)
             text = _note(about, "its writer ended before the file was complete")
             os.ftruncate(fd, HEADER_ROOM)
