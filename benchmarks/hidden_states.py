@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -118,6 +119,7 @@ class Side:
             stock = unpacked(find_stock("cpu"))
             environment["PYTHONPATH"] = f"{HERE / 'stock_shims'}:{stock}"
         self.name = name
+        self._storage = storage
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -127,7 +129,10 @@ class Side:
             env=environment,
             start_new_session=True,
         )
-        self.pid = self._process.pid
+        self.about: dict[str, Any] = {}
+
+    def wait_until_up(self) -> None:
+        """Until its engine has started."""
         self.about = self._listen()
 
     def run(self, workload: tuple[int, int, int, float], seed: int) -> dict[str, Any]:
@@ -153,18 +158,19 @@ class Side:
                 return result
         raise RuntimeError(f"the side {self.name!r} ended: run side.py by itself")
 
-    def stop(self) -> None:
-        """End it, and wait."""
+    def stop(self, patience: float = 60) -> None:
+        """End it, and wait; kill what has not ended after so many seconds."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(60)
+            self._process.wait(patience)
         except subprocess.TimeoutExpired:
             print(f"the side {self.name!r} does not end: killed", file=sys.stderr)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        shutil.rmtree(self._storage, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -175,13 +181,18 @@ def running(names: list[str], model: Path, mode: str) -> Iterator[dict[str, Side
     try:
         for name in names:
             sides[name] = Side(name, model, mode, num_layers)
+            sides[name].wait_until_up()
             print(
                 f"{model.name}, {mode}: {name} is up: {sides[name].about}", flush=True
             )
         yield sides
-    finally:
+    except BaseException:
+        # In the middle of a workload, which a side would go on with.
         for side in sides.values():
-            side.stop()
+            side.stop(patience=0)
+        raise
+    for side in sides.values():
+        side.stop()
 
 
 def compare(
@@ -288,6 +299,8 @@ def start_up_table(starts: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     arguments = parse_arguments()
+    # An end by a signal (of `timeout`, say) is an exception: the sides end, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     from tiny_model import make_tiny_model  # type: ignore[import-not-found]
 
     results, starts = [], []
