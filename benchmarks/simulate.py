@@ -215,7 +215,7 @@ def beside_measured(parts: dict[str, Any], measured: dict[str, Any]) -> str:
     small = small_size / by_files["512 files, 1 step of 16 rows"]
     cores = int(parts["num_cpus"])
     packs = [
-        each["native" if "native" in each else "torch"] * 1e9
+        each["pack"] * 1e9
         for each in parts["pack"]
         if each["dtypes"] == "float32 to float32" and each["rows"] == "prefill, one run"
     ]

@@ -89,7 +89,7 @@ def test_beside_what_was_measured(tmp_path):
                 "dtypes": "float32 to float32",
                 "rows": "prefill, one run",
                 "torch": 4.0,
-                "native": 8.0,
+                "pack": 8.0,
             }
         ],
         "writes": [

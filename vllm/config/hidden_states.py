@@ -35,6 +35,13 @@ METHOD = "extract_hidden_states"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
+def default_writer_threads() -> int:
+    """Eight where there are as many processors: more than that wait for each other."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(8, len(os.sched_getaffinity(0)))
+    return min(8, os.cpu_count() or 1)
+
+
 @config
 class HiddenStatesConfig:
     """What is extracted, and where it goes.
@@ -52,8 +59,11 @@ class HiddenStatesConfig:
     """Directory of the files; made (mode 0700) where it does not exist. ``~`` is the
     home directory."""
 
-    num_writer_threads: int = Field(default=8, ge=1, le=256, strict=True)
-    """Threads that write rows to files."""
+    num_writer_threads: int = Field(
+        default_factory=default_writer_threads, ge=1, le=256, strict=True
+    )
+    """Threads that write rows to files; by default 8, or as many as there are
+    processors."""
 
     use_synchronization_lock: bool = True
     """Hold ``<path>.lock`` with an exclusive ``flock`` until the file is complete."""

@@ -1141,7 +1141,7 @@ def write_beyond_the_limit(folder: str, told, ready) -> None:
     path = f"{folder}/a.safetensors"
     file = HiddenStatesFile(path, "request")
     try:
-        file.open(num_row_bytes=100_000)
+        file.open(num_bytes=100_000)
     except OSError as error:
         told.send((error.errno, advice_about(error), os.listdir(folder)))
     file.open()  # of a request whose rows nobody can count

@@ -40,7 +40,7 @@ def test_the_kernel_is_the_reference_bit_for_bit(dtype, out_dtype):
 
 def test_the_kernel_is_what_a_ring_uses():
     layer = torch.zeros(4, 8, device="cuda")
-    assert _kernel([layer], torch.zeros(4, 1, 8, device="cuda")).__name__ == (
+    assert _kernel([layer], [(0, 4)], torch.zeros(4, 1, 8, device="cuda")).__name__ == (
         "pack_triton"
     )
 

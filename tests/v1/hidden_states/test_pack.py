@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +73,10 @@ def test_the_triton_kernel_in_its_interpreter():
     assert "1 passed, 1 skipped" in done.stdout, done.stdout[-2000:]
 
 
-def taken(layers: list[torch.Tensor], out: torch.Tensor) -> str:
-    return pack._kernel(layers, out).__name__
+def taken(
+    layers: list[torch.Tensor], out: torch.Tensor, runs: Sequence[Any] = ((0, 4),)
+) -> str:
+    return pack._kernel(layers, runs, out).__name__
 
 
 def test_what_the_native_kernel_cannot_do_is_done_by_torch(monkeypatch):
@@ -91,6 +95,17 @@ def test_what_the_native_kernel_cannot_do_is_done_by_torch(monkeypatch):
         assert taken(layers, target) == "pack_reference"
     monkeypatch.setattr(pack, "_native", lambda: None)
     assert taken([rows, rows], out) == "pack_reference"
+
+
+def test_long_copies_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(pack, "_native", lambda: "the module")
+    rows, out = torch.zeros(512, 512), torch.zeros(512, 1, 512)
+    assert taken([rows], out, [(0, 512)]) == "pack_reference"
+    assert taken([rows], out, [(0, 256), (256, 256)]) == "pack_reference"
+    assert taken([rows], out, [(0, 100), (256, 256)]) == "pack_native"
+    assert taken([rows], out[:100], [(0, 100)]) == "pack_native"
+    assert taken([rows], out.bfloat16(), [(0, 512)]) == "pack_native"
+    assert taken([rows[:, :511]], out[:, :, :511].clone(), [(0, 512)]) == "pack_native"
 
 
 def test_float8_wants_scales():

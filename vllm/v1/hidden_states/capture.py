@@ -104,7 +104,9 @@ class HiddenStateCapture:
         )
         self._ring: Ring | None = None
         self._requested: tuple[int, ...] = ()
-        self._drafter_layers: tuple[int, ...] = ()
+        # Of the layers, and of a drafter's, among those that the model returns.
+        self._places: list[int] = []
+        self._drafter_places: list[int] = []
 
     def attach(self, model: Any, keep_layers: bool = False) -> None:
         """Ask the model for the layers.
@@ -114,9 +116,11 @@ class HiddenStateCapture:
             keep_layers: The model was asked for layers before, by a drafter: those
                 stay in the output that the runner sees.
         """
-        self._drafter_layers = asked_layers(model) if keep_layers else ()
+        drafter_layers = asked_layers(model) if keep_layers else ()
         # Models hand their layers over sorted, whatever the order of the request.
-        self._requested = tuple(sorted({*self.layer_ids, *self._drafter_layers}))
+        self._requested = tuple(sorted({*self.layer_ids, *drafter_layers}))
+        self._places = [self._requested.index(each) for each in self.layer_ids]
+        self._drafter_places = [self._requested.index(each) for each in drafter_layers]
         try:
             model.set_aux_hidden_state_layers(self._requested)
         except Exception as error:
@@ -169,7 +173,7 @@ class HiddenStateCapture:
             stripped, layers = self._split(model_output)
         except MissingLayersError as error:
             # Start-up sees this first (strip), but where nothing is warmed up.
-            if self._drafter_layers:
+            if self._drafter_places:
                 raise
             if receiver is not None:
                 receiver.fail_wanted(str(error))
@@ -195,23 +199,32 @@ class HiddenStateCapture:
         hidden_states, returned = (
             model_output if isinstance(model_output, tuple) else (model_output, [])
         )
+        shape = (len(hidden_states), self.hidden_size)
+        if len(returned) != len(self._requested) or any(
+            layer.shape != shape for layer in returned
+        ):
+            raise self._missing(hidden_states, returned)
+        layers = [returned[place] for place in self._places]
+        if self._drafter_places:
+            drafters = [returned[place] for place in self._drafter_places]
+            return (hidden_states, drafters), layers
+        return hidden_states, layers
+
+    def _missing(
+        self, hidden_states: torch.Tensor, returned: Sequence[torch.Tensor]
+    ) -> MissingLayersError:
+        """What is wrong with what a model returned."""
         shapes = {tuple(layer.shape[1:]) for layer in returned}
         if len(returned) != len(self._requested) or shapes != {(self.hidden_size,)}:
-            raise MissingLayersError(
+            return MissingLayersError(
                 f"the model was asked for layers {list(self._requested)} of "
                 f"{self.hidden_size} values a token, and returned {len(returned)} of "
                 f"{sorted(shapes)}: its family does not expose them as it promises",
                 hidden_states,
             )
-        if any(len(layer) != len(hidden_states) for layer in returned):
-            raise MissingLayersError(
-                f"the model returned {[len(layer) for layer in returned]} rows of its "
-                f"layers for {len(hidden_states)} rows of its output: each "
-                "tensor-parallel rank has some only (sequence parallelism)",
-                hidden_states,
-            )
-        by_id = dict(zip(self._requested, returned, strict=True))
-        layers = [by_id[layer_id] for layer_id in self.layer_ids]
-        if self._drafter_layers:
-            return (hidden_states, [by_id[i] for i in self._drafter_layers]), layers
-        return hidden_states, layers
+        return MissingLayersError(
+            f"the model returned {[len(layer) for layer in returned]} rows of its "
+            f"layers for {len(hidden_states)} rows of its output: each "
+            "tensor-parallel rank has some only (sequence parallelism)",
+            hidden_states,
+        )

@@ -16,8 +16,9 @@ The scheduler side:
     abandon() - a client has given up, perhaps while its answer is on the way
 
 The worker side:
-    bind_connector_metadata() - opens the new requests' files
-    wanted, receive(), fail_wanted() - the RowReceiver of HiddenStateCapture
+    bind_connector_metadata() - hears of new requests
+    wanted, receive(), fail_wanted() - the RowReceiver of HiddenStateCapture, which
+        open the new requests' files
     build_connector_worker_meta() - reports failures, and rows for responses
     get_kv_connector_stats() - what has been counted
     get_finished() - lets go of finished requests, removes what nobody will fetch
@@ -34,7 +35,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -86,6 +87,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_storage import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     RequestWriter,
+    make_pool,
 )
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -609,8 +611,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             "final_norm": "not applied",
         }
         self.is_writer = is_writer()
-        self._pool = ThreadPoolExecutor(
-            self.config.num_writer_threads, thread_name_prefix="hidden-states-writer"
+        self._pool = make_pool(
+            self.config.num_writer_threads,
+            spread=self._vllm_config.device_config.device_type == "cpu",
         )
         self.is_registered = False
         self._file_options = FileOptions(
@@ -630,6 +633,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # Of requests that have ended, until they are done.
         self._ending: dict[str, RequestWriter] = {}
         self._new_files: dict[str, NewFile] = {}
+        self._unopened: list[RequestWriter] = []
         self._opening: list[Future[None]] = []
         # Ids of finished requests that others have by now.
         self._replaced: set[str] = set()
@@ -665,8 +669,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 self._stats,
                 new.is_inline,
             )
-            # Runs beside the forward; build_connector_worker_meta waits for it.
-            self._opening.append(writer.open())
+            self._unopened.append(writer)
             self._writers[new.request_id] = writer
             self._new_files[new.request_id] = new
             self.wanted[new.request_id] = (
@@ -736,6 +739,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def receive(self, spans: Sequence[Span], slot: Slot) -> None:
         """Hand the spans' rows to the writers (see ``RowReceiver``)."""
+        self._open_files()
         self._ring = slot.ring
         slot.retain(len(spans))
         slot_row = 0
@@ -746,6 +750,16 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             if span.end == self.wanted[request_id]:
                 self._complete(request_id, self._new_files[request_id].token_ids)
 
+    def _open_files(self) -> None:
+        """Have the new requests' files opened; build_connector_worker_meta waits.
+
+        After the forward is launched, not before it: threads that make files beside it
+        take Python's lock from it again and again, and what makes them wait for each
+        other costs more than the files do.
+        """
+        self._opening += [writer.open() for writer in self._unopened]
+        self._unopened.clear()
+
     def _complete(self, request_id: str, token_ids: np.ndarray) -> None:
         """All rows of a request have been handed to its writer."""
         self._stop_wanting(request_id)
@@ -753,6 +767,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def fail_wanted(self, cause: str) -> None:
         """No rows will come for the requests in ``wanted``."""
+        self._open_files()
         for request_id in list(self.wanted):
             self._stop_wanting(request_id)
             self._writers[request_id].fail(cause)
@@ -765,6 +780,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
+        self._open_files()
         metadata = self._connector_metadata
         if not isinstance(metadata, HiddenStatesConnectorMetadata):
             metadata = HiddenStatesConnectorMetadata()  # outside of any step
@@ -774,11 +790,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._replaced.clear()
         for request_id, path in metadata.abandoned.items():
             self._abandon(request_id, path)
-        self._ending = {
-            request_id: writer
-            for request_id, writer in self._ending.items()
-            if not writer.is_idle
-        }
+        if self._ending:
+            self._ending = {
+                request_id: writer
+                for request_id, writer in self._ending.items()
+                if not writer.is_idle
+            }
         return None, None
 
     def _abandon(self, request_id: str, path: str) -> None:
@@ -817,10 +834,14 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return writer
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        self._open_files()
         # The path may leave with this step's output: the lock has to be there.
-        for opening in self._opening:
+        # The last one first: each that is waited for wakes this thread up once.
+        for opening in reversed(self._opening):
             opening.result()
         self._opening.clear()
+        if not self._writers:
+            return None
         failures = _failures(self._writers)
         inline = {
             request_id: writer

@@ -57,6 +57,8 @@ MAX_REQUEST_ID = 200
 MAX_CAUSE = 600
 # With a timeout there is no blocking flock; how often to ask, in seconds.
 POLL_INTERVAL = 0.01
+# How often a file is tried to be made in a directory that others take away.
+MAX_ATTEMPTS = 3
 # How much of a file is read at once for its checksum, in bytes.
 CHECKSUM_BLOCK = 1 << 20
 
@@ -81,6 +83,9 @@ ADVICE = {
     errno.EIO: "look at the health of the disk",
     errno.ESTALE: "look at the health of the network file system",
 }
+
+# Not to ASCII alone, which takes up to twelve bytes a character.
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -183,6 +188,8 @@ class HiddenStatesFile:
         } | ({CHOSEN_KEY: "true"} if is_chosen else {})
         self._fd = -1
         self._lock_fd = -1
+        # Bytes that the file has behind its header before they are written.
+        self._reserved = -1
         # Device and inode of the complete file.
         self._shown: tuple[int, int] | None = None
         # Directories that were made for it, the outermost first.
@@ -193,31 +200,25 @@ class HiddenStatesFile:
         """Whether it is being written: opened, not yet complete nor withdrawn."""
         return self._fd >= 0
 
-    def open(self, num_row_bytes: int = 0) -> None:
+    def open(self, num_bytes: int = 0) -> None:
         """Take the lock and make the partial file.
 
         Args:
-            num_row_bytes: Of all rows, where known: others who look at the directory
+            num_bytes: Of all tensors, where known: others who look at the directory
                 see how large the file will be.
 
         Raises:
             OSError: if that cannot be done; nothing is left behind.
         """
-        mode = self.options.mode
         try:
-            self._make_directory()
-            try:
-                self._take_guards(mode)
-            except FileNotFoundError:
-                # An aborted request has just taken the directory that it had made.
-                self._make_directory()
-                self._take_guards(mode)
+            self._take_guards()
             # Room for a note about what fails later; a full disk shows here. It says
             # from the start whose file this is, or others' would be swept with it.
             mark = _encoded(self._about).ljust(HEADER_ROOM)
             _write_at(self._fd, memoryview(mark), 0)
-            if num_row_bytes:
-                os.ftruncate(self._fd, HEADER_ROOM + num_row_bytes)
+            if num_bytes:
+                os.ftruncate(self._fd, HEADER_ROOM + num_bytes)
+                self._reserved = num_bytes
             # What an earlier request left at this path is not this one's.
             _unlink(self.path)
             if os.path.lexists(self.path + ERROR_SUFFIX):
@@ -228,10 +229,20 @@ class HiddenStatesFile:
             self.withdraw()
             raise
 
-    def _take_guards(self, mode: int) -> None:
-        if self.options.use_lock and self._lock_fd < 0:
-            self._lock_fd = _create_and_lock(self.path + LOCK_SUFFIX, mode)
-        self._fd = _create_and_lock(self.path + PARTIAL_SUFFIX, mode)
+    def _take_guards(self) -> None:
+        mode = self.options.mode
+        # The directory is there but for the first file in it; and an aborted request
+        # may just have taken away the one that it had made.
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                if self.options.use_lock and self._lock_fd < 0:
+                    self._lock_fd = _create_and_lock(self.path + LOCK_SUFFIX, mode)
+                self._fd = _create_and_lock(self.path + PARTIAL_SUFFIX, mode)
+                return
+            except FileNotFoundError:
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise
+                self._make_directory()
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes of rows, ``offset`` bytes after the first row's start."""
@@ -287,7 +298,8 @@ class HiddenStatesFile:
             }
             _write_at(self._fd, memoryview(scales), HEADER_ROOM + rows_end)
         _write_at(self._fd, token_bytes, HEADER_ROOM + scales_end)
-        os.ftruncate(self._fd, HEADER_ROOM + end)
+        if end != self._reserved:
+            os.ftruncate(self._fd, HEADER_ROOM + end)
         if self.options.checksum is not None:
             # Of what stands in the file, not of what was meant to.
             blocks = _blocks(self._fd)
@@ -703,25 +715,16 @@ def _create_and_lock(path: str, mode: int) -> int:
 
     It is made, or taken over from one of ours that nobody holds.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
-        try:
-            fd = _open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
-        except _NotAFileError as error:
-            raise FileExistsError(f"{path!r} is there, and not ours") from error
+        fd = os.open(path, flags, mode)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise FileExistsError(
-                errno.EEXIST, "held by another writer, or a reader", path
-            ) from error
-        except BaseException:
-            os.close(fd)
-            raise
-        # The file may have been removed between open and flock: then what we hold is
-        # not what stands at the path.
-        try:
+            # The file may have been removed between open and flock: then what we hold
+            # is not what stands at the path.
             status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileExistsError(f"{path!r} is there, and not ours")
             if os.path.samestat(status, os.stat(path)):
                 if status.st_size:
                     if not _has_mark(fd):
@@ -731,6 +734,11 @@ def _create_and_lock(path: str, mode: int) -> int:
                 if stat.S_IMODE(status.st_mode) != mode:
                     os.fchmod(fd, mode)
                 return fd
+        except BlockingIOError as error:
+            os.close(fd)
+            raise FileExistsError(
+                errno.EEXIST, "held by another writer, or a reader", path
+            ) from error
         except FileNotFoundError:
             pass
         except BaseException:
@@ -944,9 +952,8 @@ def remove_unheld(path: str) -> bool:
 
 
 def _encoded(value: Any) -> bytes:
-    # Not ASCII alone, which takes up to twelve bytes a character. A client's request
-    # id may hold what UTF-8 cannot.
-    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    # A client's request id may hold what UTF-8 cannot.
+    return _ENCODER.encode(value).encode(errors="replace")
 
 
 def _unlink(path: str) -> None:

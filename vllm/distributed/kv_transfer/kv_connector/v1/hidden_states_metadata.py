@@ -119,6 +119,9 @@ def ends_by_text(connector: Any, request: Any) -> bool:
 
     See ``ExampleHiddenStatesConnector.ends_by_text``.
     """
+    params = request.sampling_params
+    if params is None or not params.stop:
+        return False  # nearly all, and this is asked for each token
     return any(child.ends_by_text(request) for child in _row_takers(connector))
 
 

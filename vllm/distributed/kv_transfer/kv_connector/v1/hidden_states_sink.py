@@ -171,7 +171,9 @@ class FileSink(Sink):
         self._scales = Rows(4)
         if roots is not None:
             confine(request.path, roots)
-        self.file.open((request.num_rows or 0) * request.bytes_per_row)
+        # With the scale and the token id of each row.
+        num_bytes = request.bytes_per_row + (4 if request.dtype == FLOAT8 else 0) + 8
+        self.file.open((request.num_rows or 0) * num_bytes)
 
     def write(self, span: RowSpan) -> None:
         self.file.write(span.position * self._request.bytes_per_row, span.data)

@@ -117,8 +117,10 @@ class StatsCollector:
             self._slots_in_use = slots_in_use
             self._add(**{IN_USE: slots_in_use})
         with self._mutex:
+            if self._stats.is_empty():
+                return None
             stats, self._stats = self._stats, HiddenStatesStats()
-        return None if stats.is_empty() else stats
+        return stats
 
 
 class HiddenStatesPromMetrics(KVConnectorPromMetrics):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that give rows to sinks, in order within each request."""
 
+import contextlib
 import errno
+import os
 import threading
 import time
 from collections import deque
@@ -47,6 +49,28 @@ TRANSIENT = frozenset(
 RETRY_DELAYS = (0.02, 0.08, 0.32)
 
 
+def make_pool(num_threads: int, spread: bool) -> ThreadPoolExecutor:
+    """Threads for writers.
+
+    Args:
+        num_threads: How many.
+        spread: The model's own threads are bound to processors, as vLLM's are on a
+            CPU. A thread inherits that, and all would share the one of the thread that
+            runs the model: instead they run wherever the process above may.
+    """
+    return ThreadPoolExecutor(
+        num_threads,
+        thread_name_prefix="hidden-states-writer",
+        initializer=_spread if spread else None,
+    )
+
+
+def _spread() -> None:
+    # Where that cannot be, they are as slow as they would have been.
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+
+
 class RequestWriter:
     """Gives one request's rows to its sink; the calls return at once.
 
@@ -85,12 +109,16 @@ class RequestWriter:
         self._tasks: deque[Callable[[], None]] = deque()
         self._mutex = threading.Lock()
         self._is_running = False
+        self._gives_way = False
         self._turn = threading.Lock()
         self._given_up = ""
         self._is_complete = False
 
     def open(self) -> "Future[None]":
-        """Make the sink. The future is done when it is there or has failed."""
+        """Make the sink. The future is done when it is there or has failed.
+
+        The step waits for that, and for no row: others' sinks come before these rows.
+        """
         done: Future[None] = Future()
 
         def open_sink() -> None:
@@ -108,6 +136,7 @@ class RequestWriter:
             try:
                 self._try("create", open_sink)
             finally:
+                self._gives_way = True
                 done.set_result(None)
 
         self._submit(task)
@@ -256,10 +285,16 @@ class RequestWriter:
             if self._is_running:
                 return
             self._is_running = True
+        if not self._queue():
+            self._run()
+
+    def _queue(self) -> bool:
+        """Have the tasks run by the pool, after what it has to do already."""
         try:
             self._pool.submit(self._run)
         except RuntimeError:  # no more threads, as when the interpreter exits
-            self._run()
+            return False
+        return True
 
     def _run(self) -> None:
         with self._turn:  # a pool that cannot start a thread may still run it later
@@ -268,6 +303,10 @@ class RequestWriter:
                     if not self._tasks:
                         self._is_running = False
                         return
+                    if self._gives_way:
+                        self._gives_way = False
+                        if self._queue():
+                            return
                     task = self._tasks.popleft()
                 try:
                     task()
