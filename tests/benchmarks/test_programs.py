@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks' programs: what they say where they cannot run."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -31,3 +33,27 @@ def test_the_one_for_a_gpu_says_what_it_needs():
     assert done.returncode == 1
     assert "needs a CUDA device, torch and Triton" in done.stderr
     assert "finds no CUDA device" in done.stderr
+
+
+def test_a_benchmark_that_is_ended_ends_its_sides():
+    """They would compute on, beside whatever is measured next."""
+    command = [sys.executable, "hidden_states.py", "--models", "tiny"]
+    command += ["--sides", "transformers"]
+    before = set(Path("/dev/shm").glob("bench-transformers-*"))
+    program = subprocess.Popen(
+        command, cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert program.stdout is not None
+        assert any("transformers is up" in line for line in program.stdout)
+        sides = psutil.Process(program.pid).children(recursive=True)
+        assert sides
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 128 + signal.SIGTERM
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+    _, alive = psutil.wait_procs(sides, timeout=10)
+    assert not alive
+    assert set(Path("/dev/shm").glob("bench-transformers-*")) <= before

@@ -397,6 +397,79 @@ def test_the_calls_return_at_once(engine):
     assert engine.sinks["request"].token_ids == list(range(6))
 
 
+def test_sinks_are_opened_before_the_rows_of_others_are_written():
+    """The step waits for its sinks, and not for what they are given."""
+    engine = Engine(num_slots=4, num_threads=1)
+    order: list[str] = []
+    gate = threading.Event()
+    engine.pool.submit(gate.wait, 10)  # all is asked for before anything is done
+
+    class Noting(MemorySink):
+        def _enter(self, name: str) -> None:
+            order.append(f"{name} {self.request.request_id}")
+            super()._enter(name)
+
+    def open_sink(request: SinkRequest) -> Sink:
+        order.append(f"open {request.request_id}")
+        return Noting(request)
+
+    writers = [
+        engine.writer(make_request(request_id=name), open_sink) for name in "abc"
+    ]
+    engine.step(*((writer, 0, make_rows(2)) for writer in writers))
+    for writer in writers:
+        engine.step((writer, 2, make_rows(4)))
+        writer.finish(np.arange(6))
+    gate.set()
+    for writer in writers:
+        writer.drain()
+    assert order[:3] == ["open a", "open b", "open c"]
+    rest = ["write", "write", "finish"]
+    assert order[3:] == [f"{verb} {name}" for name in "abc" for verb in rest]
+    assert engine.all_slots_are_free()
+    engine.pool.shutdown()
+
+
+def test_a_pool_that_ends_while_a_sink_is_opened(engine):
+    gate = threading.Event()
+
+    def open_slowly(request: SinkRequest) -> Sink:
+        assert gate.wait(10)
+        return engine.open_sink(request)
+
+    writer = engine.writer(open_sink=open_slowly)
+    rows = make_rows(6)
+    engine.step((writer, 0, rows))
+    writer.finish(np.arange(6))
+    engine.pool.shutdown(wait=False)
+    gate.set()
+    wait_until(lambda: writer.is_idle)
+    assert torch.equal(engine.sinks["request"].tensor(), rows)
+    assert engine.sinks["request"].calls == ["write", "finish"]
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="there is one processor only"
+)
+@pytest.mark.parametrize("spread", [True, False])
+def test_threads_beside_a_model_that_is_bound_to_a_processor(spread):
+    """vLLM binds a CPU worker's main thread, and its threads inherit that."""
+    bound = {min(os.sched_getaffinity(0))}
+    parents = os.sched_getaffinity(os.getppid())
+    found = []
+
+    def run() -> None:
+        os.sched_setaffinity(0, bound)  # this thread's alone
+        with hidden_states_writer.make_pool(2, spread) as pool:
+            found.append(pool.submit(os.sched_getaffinity, 0).result(10))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [parents if spread else bound]
+    assert len(parents) > 1
+
+
 def test_a_pool_that_has_ended_leaves_the_work_to_the_caller():
     engine = Engine()
     engine.pool.shutdown()
