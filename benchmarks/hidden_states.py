@@ -75,8 +75,8 @@ def parse_arguments() -> argparse.Namespace:
         "--minutes",
         type=float,
         default=10,
-        help="for a workload: no new turn after that, but three there are, or one "
-        "where three would take three times as long",
+        help="for a workload: no new turn after that, but three there are, or fewer "
+        "where they take three times as long",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(

@@ -62,7 +62,8 @@ def test_layer_ids_of_the_connector_leave_speculation_alone(make_config):
 def test_defaults(make_config):
     config = make_config(speculation([1])).hidden_states_config
     assert config.shared_storage_path == "/tmp"
-    assert config.num_writer_threads == min(8, len(os.sched_getaffinity(0)))
+    num_processors = len(os.sched_getaffinity(0))
+    assert config.num_writer_threads == min(8, max(2, num_processors))
     assert config.use_synchronization_lock is True
 
 

@@ -36,10 +36,15 @@ LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 def default_writer_threads() -> int:
-    """Eight where there are as many processors: more than that wait for each other."""
+    """Eight where there are as many processors: more than that wait for each other.
+
+    Two at least: one may wait for a disk.
+    """
     if hasattr(os, "sched_getaffinity"):
-        return min(8, len(os.sched_getaffinity(0)))
-    return min(8, os.cpu_count() or 1)
+        num_processors = len(os.sched_getaffinity(0))
+    else:
+        num_processors = os.cpu_count() or 1
+    return min(8, max(2, num_processors))
 
 
 @config
@@ -62,8 +67,8 @@ class HiddenStatesConfig:
     num_writer_threads: int = Field(
         default_factory=default_writer_threads, ge=1, le=256, strict=True
     )
-    """Threads that write rows to files; by default 8, or as many as there are
-    processors."""
+    """Threads that write rows to files; by default as many as there are processors,
+    2 to 8."""
 
     use_synchronization_lock: bool = True
     """Hold ``<path>.lock`` with an exclusive ``flock`` until the file is complete."""

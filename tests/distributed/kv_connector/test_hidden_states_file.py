@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import signal
 import stat
 import struct
@@ -1499,6 +1500,34 @@ def test_a_directory_that_an_aborted_request_takes_along(tmp_path, monkeypatch):
     file.open()
     assert file.is_open and len(calls) == 2
     file.remove()
+
+
+def test_a_directory_that_goes_between_the_guards(tmp_path, monkeypatch):
+    """With the lock in it: readers of other projects want one."""
+    path = tmp_path / "new" / "a.safetensors"
+    file = HiddenStatesFile(str(path), "request")
+    create, calls = hidden_states_file._create_and_lock, []
+
+    def lose_and_create(name: str, mode: int) -> int:
+        calls.append(name)
+        if len(calls) == 3:  # no directory, then the lock, then this
+            shutil.rmtree(path.parent)
+        return create(name, mode)
+
+    monkeypatch.setattr(hidden_states_file, "_create_and_lock", lose_and_create)
+    before = len(os.listdir("/proc/self/fd"))
+    file.open()
+    assert [name.rpartition(".")[2] for name in calls] == [
+        "lock",
+        "lock",
+        "partial",
+        "lock",
+        "partial",
+    ]
+    with open(f"{path}.lock") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    file.withdraw()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -430,6 +431,18 @@ def test_sinks_are_opened_before_the_rows_of_others_are_written():
     engine.pool.shutdown()
 
 
+def test_rows_of_a_sink_that_is_there_go_through_the_pool_once(engine):
+    """It gave way to others when it was opened, and need not again."""
+    writer = engine.writer()
+    wait_until(lambda: writer.is_idle)
+    submitted = []
+    submit = engine.pool.submit
+    engine.pool.submit = lambda task: (submitted.append(task), submit(task))
+    engine.step((writer, 0, make_rows(6)))
+    writer.drain()
+    assert 1 <= len(submitted) <= 2  # the rows, and what waits for them
+
+
 def test_a_pool_that_ends_while_a_sink_is_opened(engine):
     gate = threading.Event()
 
@@ -451,23 +464,47 @@ def test_a_pool_that_ends_while_a_sink_is_opened(engine):
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="there is one processor only"
 )
-@pytest.mark.parametrize("spread", [True, False])
-def test_threads_beside_a_model_that_is_bound_to_a_processor(spread):
+@pytest.mark.parametrize(
+    ("spread", "variable", "is_spread"),
+    [
+        (True, "OMP_PROC_BIND", True),
+        (True, "GOMP_CPU_AFFINITY", True),
+        (True, "KMP_AFFINITY", True),
+        (True, "UNRELATED", False),  # bound by whoever started all this
+        (False, "OMP_PROC_BIND", False),
+    ],
+)
+def test_threads_of_a_worker_that_is_bound_to_a_processor(spread, variable, is_spread):
     """vLLM binds a CPU worker's main thread, and its threads inherit that."""
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(1, bind_to_one_processor, (variable,)) as worker:
+        found = worker.apply(processors_of_a_writer, (spread,))
+    assert len(found) == (len(os.sched_getaffinity(0)) if is_spread else 1)
+
+
+def bind_to_one_processor(variable: str) -> None:
+    os.environ[variable] = "true"
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def processors_of_a_writer(spread: bool) -> set[int]:
+    with hidden_states_writer.make_pool(2, spread) as pool:
+        return pool.submit(os.sched_getaffinity, 0).result(10)
+
+
+def test_an_engine_in_its_callers_process_is_bound_by_its_caller(monkeypatch):
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
     bound = {min(os.sched_getaffinity(0))}
-    parents = os.sched_getaffinity(os.getppid())
     found = []
 
     def run() -> None:
         os.sched_setaffinity(0, bound)  # this thread's alone
-        with hidden_states_writer.make_pool(2, spread) as pool:
-            found.append(pool.submit(os.sched_getaffinity, 0).result(10))
+        found.append(processors_of_a_writer(spread=True))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [parents if spread else bound]
-    assert len(parents) > 1
+    assert found == [bound]
 
 
 def test_a_pool_that_has_ended_leaves_the_work_to_the_caller():

@@ -592,6 +592,33 @@ def test_a_path_that_is_anothers_by_now(run, make_prompt, reference_rows):
     check(load_hidden_states(path, timeout=10), prompt, reference_rows)
 
 
+def test_paths_that_are_chosen_again_after_an_abort(run, make_prompt, reference_rows):
+    """More at once than there are writers' threads; the files were open still."""
+    paths = [f"after-{number}.safetensors" for number in range(12)]
+    aborted = [
+        run.add(
+            make_prompt(5),
+            sampling={"max_tokens": 50},
+            include_output_tokens=True,
+            hidden_states_path=path,
+        )
+        for path in paths
+    ]
+    for _ in range(3):
+        run.core.step()
+    run.core.abort_request(aborted)
+    prompts = {
+        run.add(prompt := make_prompt(20, seed=seed), hidden_states_path=path): prompt
+        for seed, path in enumerate(paths)
+    }
+    outputs = run.drain()
+    assert len(outputs) == len(paths)
+    for output in outputs:
+        path = output.kv_transfer_params["hidden_states_path"]
+        prompt = prompts[output.request_id]
+        check(load_hidden_states(path, timeout=10), prompt, reference_rows)
+
+
 def test_an_id_that_is_used_again(run, make_prompt, reference_rows):
     """By a request that opts out, and is aborted: the older one's file is its own."""
     prompt = make_prompt(20)

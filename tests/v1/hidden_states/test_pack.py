@@ -99,13 +99,14 @@ def test_what_the_native_kernel_cannot_do_is_done_by_torch(monkeypatch):
 
 def test_long_copies_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(pack, "_native", lambda: "the module")
-    rows, out = torch.zeros(512, 512), torch.zeros(512, 1, 512)
+    rows, out = torch.zeros(512, 1024), torch.zeros(512, 1, 1024)
     assert taken([rows], out, [(0, 512)]) == "pack_reference"
     assert taken([rows], out, [(0, 256), (256, 256)]) == "pack_reference"
     assert taken([rows], out, [(0, 100), (256, 256)]) == "pack_native"
     assert taken([rows], out[:100], [(0, 100)]) == "pack_native"
     assert taken([rows], out.bfloat16(), [(0, 512)]) == "pack_native"
-    assert taken([rows[:, :511]], out[:, :, :511].clone(), [(0, 512)]) == "pack_native"
+    narrow = out[:, :, :1023].clone()
+    assert taken([rows[:, :1023]], narrow, [(0, 512)]) == "pack_native"
 
 
 def test_float8_wants_scales():

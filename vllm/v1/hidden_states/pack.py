@@ -20,7 +20,7 @@ from vllm.v1.hidden_states.plan import Span
 
 # A mere copy of so many rows at once (mean of the runs), each of so many bytes, is
 # faster by torch, which has all of the engine's threads: by a third on two processors.
-LONG_RUN, LONG_ROW = 256, 2048
+LONG_RUN, LONG_ROW = 256, 4096
 # The order is that of pack.c.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, FLOAT8)
 

@@ -33,7 +33,7 @@ import re
 import sys
 import tempfile
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -633,7 +633,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         # Of requests that have ended, until they are done.
         self._ending: dict[str, RequestWriter] = {}
         self._new_files: dict[str, NewFile] = {}
-        self._unopened: list[RequestWriter] = []
+        self._unopened: deque[RequestWriter] = deque()
         self._opening: list[Future[None]] = []
         # Ids of finished requests that others have by now.
         self._replaced: set[str] = set()
@@ -655,6 +655,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, HiddenStatesConnectorMetadata)
         if not self.is_writer:
             return
+        for request_id in connector_metadata.unwanted:
+            # Before others are made: one may have a path that such a one still holds.
+            if request_id in self._writers:
+                self._let_go(request_id, connector_metadata)
         for new in connector_metadata.new_files:
             if new.request_id in self._writers:
                 # An id used again at once: first the end of what had it before.
@@ -757,8 +761,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         take Python's lock from it again and again, and what makes them wait for each
         other costs more than the files do.
         """
-        self._opening += [writer.open() for writer in self._unopened]
-        self._unopened.clear()
+        while self._unopened:  # a signal may end this anywhere: none is opened twice
+            self._opening.append(self._unopened.popleft().open())
 
     def _complete(self, request_id: str, token_ids: np.ndarray) -> None:
         """All rows of a request have been handed to its writer."""

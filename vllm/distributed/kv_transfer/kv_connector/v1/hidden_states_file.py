@@ -235,13 +235,14 @@ class HiddenStatesFile:
         # may just have taken away the one that it had made.
         for attempt in range(MAX_ATTEMPTS):
             try:
-                if self.options.use_lock and self._lock_fd < 0:
+                if self.options.use_lock:
                     self._lock_fd = _create_and_lock(self.path + LOCK_SUFFIX, mode)
                 self._fd = _create_and_lock(self.path + PARTIAL_SUFFIX, mode)
                 return
             except FileNotFoundError:
                 if attempt + 1 == MAX_ATTEMPTS:
                     raise
+                self._close(keep_lock=True)  # gone with the directory
                 self._make_directory()
 
     def write(self, offset: int, data: memoryview) -> None:

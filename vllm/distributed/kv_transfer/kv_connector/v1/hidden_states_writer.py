@@ -3,6 +3,7 @@
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import threading
 import time
@@ -45,6 +46,8 @@ TRANSIENT = frozenset(
         errno.ETIMEDOUT,
     }
 )
+# By which vLLM has OpenMP's runtimes bind a worker's threads.
+BINDINGS = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND"}
 # Seconds between attempts: four in all, within less than half a second.
 RETRY_DELAYS = (0.02, 0.08, 0.32)
 
@@ -54,9 +57,9 @@ def make_pool(num_threads: int, spread: bool) -> ThreadPoolExecutor:
 
     Args:
         num_threads: How many.
-        spread: The model's own threads are bound to processors, as vLLM's are on a
-            CPU. A thread inherits that, and all would share the one of the thread that
-            runs the model: instead they run wherever the process above may.
+        spread: vLLM may have bound this process's threads to processors, as it does on
+            a CPU. A thread inherits that, and all would share the one of the thread
+            that runs the model: instead they run wherever the engine's process may.
     """
     return ThreadPoolExecutor(
         num_threads,
@@ -66,9 +69,12 @@ def make_pool(num_threads: int, spread: bool) -> ThreadPoolExecutor:
 
 
 def _spread() -> None:
+    engine = multiprocessing.parent_process()
+    if engine is None or not BINDINGS & os.environ.keys():
+        return  # bound by nobody, or by whoever started the engine
     # Where that cannot be, they are as slow as they would have been.
     with contextlib.suppress(AttributeError, OSError):
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+        os.sched_setaffinity(0, os.sched_getaffinity(engine.pid))
 
 
 class RequestWriter:
@@ -299,14 +305,14 @@ class RequestWriter:
     def _run(self) -> None:
         with self._turn:  # a pool that cannot start a thread may still run it later
             while True:
+                gives_way, self._gives_way = self._gives_way, False
                 with self._mutex:
                     if not self._tasks:
                         self._is_running = False
                         return
-                    if self._gives_way:
-                        self._gives_way = False
-                        if self._queue():
-                            return
+                if gives_way and self._queue():
+                    return
+                with self._mutex:
                     task = self._tasks.popleft()
                 try:
                     task()
