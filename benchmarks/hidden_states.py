@@ -349,19 +349,30 @@ def main() -> None:
                                 "figures": figures,
                             }
                         )
+                        # What there is stays, if it ends before the last.
+                        report(arguments, results, starts)
+    print(f"\n{report(arguments, results, starts)}")
+
+
+def report(
+    arguments: argparse.Namespace,
+    results: list[dict[str, Any]],
+    starts: list[dict[str, Any]],
+) -> str:
+    """The tables, also written, with JSON, to where the arguments say."""
     machine = f"{len(CPUS)} CPUs, {platform.machine()}, Python {sys.version.split()[0]}"
     text = (
         f"{table(results)}\n{start_up_table(starts)}\n{machine}; "
         f"up to {arguments.turns} turns of each side; "
         f"numbers of prompts times {arguments.scale:g}.\n"
     )
-    print(f"\n{text}")
     if arguments.output:
         arguments.output.write_text(text)
         everything = {"machine": machine, "results": results, "starts": starts}
         arguments.output.with_suffix(".json").write_text(
             json.dumps(everything, indent=1)
         )
+    return text
 
 
 if __name__ == "__main__":

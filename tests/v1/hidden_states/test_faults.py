@@ -604,18 +604,20 @@ def test_paths_that_are_chosen_again_after_an_abort(run, make_prompt, reference_
         )
         for path in paths
     ]
+    # Something goes on, so that one step tells the worker of both.
+    company = make_prompt(6)
+    run.add(company, sampling={"max_tokens": 20}, extract_hidden_states=False)
     for _ in range(3):
         run.core.step()
-    run.core.abort_request(aborted)
-    prompts = {
-        run.add(prompt := make_prompt(20, seed=seed), hidden_states_path=path): prompt
-        for seed, path in enumerate(paths)
-    }
-    outputs = run.drain()
-    assert len(outputs) == len(paths)
-    for output in outputs:
+    run.core.abort_request(aborted, internal=True)
+    prompts = [make_prompt(20, seed=seed) for seed in range(len(paths))]
+    for prompt, path in zip(prompts, paths, strict=True):
+        run.add(prompt, hidden_states_path=path)
+    outputs = {output.prompt_token_ids[0]: output for output in run.drain()}
+    assert len(outputs) == len(paths) + 1
+    for prompt in prompts:
+        output = outputs[prompt["prompt_token_ids"][0]]
         path = output.kv_transfer_params["hidden_states_path"]
-        prompt = prompts[output.request_id]
         check(load_hidden_states(path, timeout=10), prompt, reference_rows)
 
 

@@ -70,7 +70,7 @@ def make_pool(num_threads: int, spread: bool) -> ThreadPoolExecutor:
 
 def _spread() -> None:
     engine = multiprocessing.parent_process()
-    if engine is None or not BINDINGS & os.environ.keys():
+    if engine is None or engine.pid is None or not BINDINGS & os.environ.keys():
         return  # bound by nobody, or by whoever started the engine
     # Where that cannot be, they are as slow as they would have been.
     with contextlib.suppress(AttributeError, OSError):
