@@ -147,7 +147,9 @@ class Engine:
                 f"{order['seed']}-{index}", {"prompt_token_ids": prompt}, sampling
             )
         pending = []
-        with ThreadPoolExecutor(64) as readers:
+        # One thread: files are complete in the order of the responses, nearly, and many
+        # threads in this process would be in the engine's way.
+        with ThreadPoolExecutor(1) as readers:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if not output.finished:

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
     hidden_states_stats as counted,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1 import hidden_states_writer
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # noqa: E501
+    MAX_PAUSE,
+    MAX_SHARE,
+    ExampleHiddenStatesConnector,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     ADVICE,
     FileOptions,
@@ -441,6 +447,50 @@ def test_rows_of_a_sink_that_is_there_go_through_the_pool_once(engine):
     engine.step((writer, 0, make_rows(6)))
     writer.drain()
     assert 1 <= len(submitted) <= 2  # the rows, and what waits for them
+
+
+def test_writers_tell_when_they_have_something_to_do(engine):
+    activity, gate = hidden_states_writer.Activity(), threading.Event()
+
+    def open_slowly(request: SinkRequest) -> Sink:
+        assert gate.wait(10)
+        return engine.open_sink(request)
+
+    writers = [
+        RequestWriter(
+            engine.pool,
+            make_request(request_id=name),
+            open_slowly if name == "slow" else engine.open_sink,
+            activity=activity,
+        )
+        for name in ("slow", "quick")
+    ]
+    assert activity.wait_until_idle(0)
+    for writer in writers:
+        writer.open()
+    wait_until(lambda: writers[1].is_idle)
+    assert not activity.wait_until_idle(0.01)
+    gate.set()
+    assert activity.wait_until_idle(10)
+    assert writers[0].is_idle
+    engine.step(*((writer, 0, make_rows(3)) for writer in writers))
+    assert activity.wait_until_idle(10)
+    assert engine.all_slots_are_free()
+
+
+@pytest.mark.parametrize(
+    ("since_last", "longest"), [(1000.0, MAX_PAUSE), (0.1, 0.1 * MAX_SHARE)]
+)
+def test_a_step_lets_writers_run_for_a_small_part_of_its_time(since_last, longest):
+    """On a CPU, that they share with the model; whatever the disk does."""
+    asked = []
+    activity = SimpleNamespace(wait_until_idle=asked.append)
+    state = SimpleNamespace(
+        _activity=activity, _last_receive=time.monotonic() - since_last
+    )
+    ExampleHiddenStatesConnector._let_writers_run(state)
+    assert longest <= asked[0] <= min(1.5 * longest, MAX_PAUSE)
+    assert time.monotonic() - state._last_receive < 1
 
 
 def test_a_pool_that_ends_while_a_sink_is_opened(engine):

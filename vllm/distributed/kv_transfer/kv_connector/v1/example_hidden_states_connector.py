@@ -86,6 +86,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_storage import (
     StorageKeeper,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
+    Activity,
     RequestWriter,
     make_pool,
 )
@@ -127,6 +128,10 @@ logger = init_logger(__name__)
 
 # How many ended requests are remembered whose client may yet turn out to be gone.
 MAX_RECENT = 4096
+# Where the writers share the model's processors, a step waits for them this part of the
+# time since the last one, and no more than so many seconds.
+MAX_SHARE = 0.05
+MAX_PAUSE = 0.02
 # Seconds for leaving notes, at a shutdown, about what is not complete.
 GIVE_UP_TIMEOUT = 0.5
 # Bytes of a request id that stand in its file's name as they are; most file systems
@@ -611,9 +616,11 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             "final_norm": "not applied",
         }
         self.is_writer = is_writer()
+        self._shares_processors = self._vllm_config.device_config.device_type == "cpu"
+        self._last_receive = 0.0
+        self._activity = Activity()
         self._pool = make_pool(
-            self.config.num_writer_threads,
-            spread=self._vllm_config.device_config.device_type == "cpu",
+            self.config.num_writer_threads, spread=self._shares_processors
         )
         self.is_registered = False
         self._file_options = FileOptions(
@@ -672,6 +679,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 new.columns,
                 self._stats,
                 new.is_inline,
+                self._activity,
             )
             self._unopened.append(writer)
             self._writers[new.request_id] = writer
@@ -753,6 +761,20 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             slot_row += span.num_rows
             if span.end == self.wanted[request_id]:
                 self._complete(request_id, self._new_files[request_id].token_ids)
+        if self._shares_processors:
+            self._let_writers_run()
+
+    def _let_writers_run(self) -> None:
+        """Wait until the writers are done, for a small part of the step's time.
+
+        On a CPU they would run beside the next forward, on its processors: each time
+        that one of them takes Python's lock, or a processor, all of the model's threads
+        wait for the one that lost it. It costs several times what it takes now.
+        """
+        start = time.monotonic()
+        allowed = min(MAX_SHARE * (start - self._last_receive), MAX_PAUSE)
+        self._activity.wait_until_idle(allowed)
+        self._last_receive = time.monotonic()
 
     def _open_files(self) -> None:
         """Have the new requests' files opened; build_connector_worker_meta waits.

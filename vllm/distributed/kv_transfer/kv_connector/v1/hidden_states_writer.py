@@ -77,6 +77,26 @@ def _spread() -> None:
         os.sched_setaffinity(0, os.sched_getaffinity(engine.pid))
 
 
+class Activity:
+    """How many writers have something to do."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_busy = 0
+
+    def add(self, number: int) -> None:
+        """So many more are busy, or fewer."""
+        with self._changed:
+            self._num_busy += number
+            if self._num_busy == 0:
+                self._changed.notify_all()
+
+    def wait_until_idle(self, timeout: float) -> bool:
+        """Wait, for so many seconds at the most; whether no writer is busy."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_busy == 0, timeout)
+
+
 class RequestWriter:
     """Gives one request's rows to its sink; the calls return at once.
 
@@ -91,6 +111,7 @@ class RequestWriter:
         columns: Which of a slot's layers are wanted, by their place; None for all.
         stats: What is counted.
         is_inline: The rows are for the engine, which waits for them.
+        activity: Hears when the writer has something to do, and when no more.
     """
 
     def __init__(
@@ -101,6 +122,7 @@ class RequestWriter:
         columns: tuple[int, ...] | None = None,
         stats: StatsCollector | None = None,
         is_inline: bool = False,
+        activity: Activity | None = None,
     ):
         self.request = request
         self.is_inline = is_inline
@@ -110,6 +132,7 @@ class RequestWriter:
         self._sink: Sink | None = None
         self._columns = columns
         self._stats = stats or StatsCollector()
+        self._activity = activity or Activity()
         # Leading rows that the sink has.
         self._num_rows = 0
         self._tasks: deque[Callable[[], None]] = deque()
@@ -291,6 +314,7 @@ class RequestWriter:
             if self._is_running:
                 return
             self._is_running = True
+        self._activity.add(1)
         if not self._queue():
             self._run()
 
@@ -307,9 +331,12 @@ class RequestWriter:
             while True:
                 gives_way, self._gives_way = self._gives_way, False
                 with self._mutex:
-                    if not self._tasks:
+                    is_done = not self._tasks
+                    if is_done:
                         self._is_running = False
-                        return
+                if is_done:
+                    self._activity.add(-1)
+                    return
                 if gives_way and self._queue():
                     return
                 with self._mutex:
