@@ -478,6 +478,28 @@ def test_writers_tell_when_they_have_something_to_do(engine):
     assert engine.all_slots_are_free()
 
 
+def test_a_pool_that_does_later_what_it_had_refused(engine):
+    """As where no thread can be started: the writer is counted once all the same."""
+    activity = hidden_states_writer.Activity()
+    writer = RequestWriter(
+        engine.pool, make_request(), engine.open_sink, activity=activity
+    )
+    submit, refused = engine.pool.submit, []
+
+    def refuse(task) -> None:
+        refused.append(submit(task))
+        raise RuntimeError("can't start new thread")
+
+    engine.pool.submit = refuse
+    writer.open()
+    rows = make_rows(6)
+    engine.step((writer, 0, rows))
+    for future in refused:
+        future.result(10)
+    assert activity.wait_until_idle(10)
+    assert torch.equal(engine.sinks["request"].tensor(), rows)
+
+
 @pytest.mark.parametrize(
     ("since_last", "longest"), [(1000.0, MAX_PAUSE), (0.1, 0.1 * MAX_SHARE)]
 )

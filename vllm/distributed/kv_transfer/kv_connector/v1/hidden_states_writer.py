@@ -331,11 +331,11 @@ class RequestWriter:
             while True:
                 gives_way, self._gives_way = self._gives_way, False
                 with self._mutex:
-                    is_done = not self._tasks
+                    is_done, was_running = not self._tasks, self._is_running
                     if is_done:
                         self._is_running = False
                 if is_done:
-                    self._activity.add(-1)
+                    self._activity.add(-was_running)
                     return
                 if gives_way and self._queue():
                     return
