@@ -666,6 +666,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             # Before others are made: one may have a path that such a one still holds.
             if request_id in self._writers:
                 self._let_go(request_id, connector_metadata)
+                self._replaced.add(request_id)  # its id, too, may be another's now
         for new in connector_metadata.new_files:
             if new.request_id in self._writers:
                 # An id used again at once: first the end of what had it before.
