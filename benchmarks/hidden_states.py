@@ -162,7 +162,7 @@ class Side:
                 return result
         raise RuntimeError(f"the side {self.name!r} ended: run side.py by itself")
 
-    def stop(self, patience: float = 60) -> None:
+    def stop(self, patience: float) -> None:
         """End it, and wait; kill what has not ended after so many seconds."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -182,6 +182,7 @@ def running(names: list[str], model: Path, mode: str) -> Iterator[dict[str, Side
     """The sides, one started after the other."""
     num_layers = MODELS[model.name].get("num_hidden_layers", 6)
     sides: dict[str, Side] = {}
+    patience = 0.0  # for what would go on with a workload in whose middle this ends
     try:
         for name in names:
             sides[name] = Side(name, model, mode, num_layers)
@@ -190,13 +191,10 @@ def running(names: list[str], model: Path, mode: str) -> Iterator[dict[str, Side
                 f"{model.name}, {mode}: {name} is up: {sides[name].about}", flush=True
             )
         yield sides
-    except BaseException:
-        # In the middle of a workload, which a side would go on with.
+        patience = 60.0
+    finally:
         for side in sides.values():
-            side.stop(patience=0)
-        raise
-    for side in sides.values():
-        side.stop()
+            side.stop(patience)
 
 
 def compare(

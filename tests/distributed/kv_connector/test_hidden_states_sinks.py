@@ -159,6 +159,13 @@ class Engine:
         self.sinks[request.request_id] = sink = MemorySink(request)
         return sink
 
+    def open_sink_behind(self, gate: threading.Event):
+        def open_sink(request: SinkRequest) -> MemorySink:
+            assert gate.wait(10)
+            return self.open_sink(request)
+
+        return open_sink
+
     def writer(self, request=None, open_sink=None, columns=None) -> RequestWriter:
         writer = RequestWriter(
             self.pool,
@@ -386,12 +393,7 @@ def test_too_few_rows_are_no_complete_file(engine):
 
 def test_the_calls_return_at_once(engine):
     gate = threading.Event()
-
-    def open_slowly(request: SinkRequest) -> Sink:
-        assert gate.wait(10)
-        return engine.open_sink(request)
-
-    writer = engine.writer(open_sink=open_slowly)
+    writer = engine.writer(open_sink=engine.open_sink_behind(gate))
     rows = make_rows(6)
     engine.step((writer, 0, rows[:3]))
     engine.step((writer, 3, rows[3:]))
@@ -451,16 +453,11 @@ def test_rows_of_a_sink_that_is_there_go_through_the_pool_once(engine):
 
 def test_writers_tell_when_they_have_something_to_do(engine):
     activity, gate = hidden_states_writer.Activity(), threading.Event()
-
-    def open_slowly(request: SinkRequest) -> Sink:
-        assert gate.wait(10)
-        return engine.open_sink(request)
-
     writers = [
         RequestWriter(
             engine.pool,
             make_request(request_id=name),
-            open_slowly if name == "slow" else engine.open_sink,
+            engine.open_sink_behind(gate) if name == "slow" else engine.open_sink,
             activity=activity,
         )
         for name in ("slow", "quick")
@@ -517,12 +514,7 @@ def test_a_step_lets_writers_run_for_a_small_part_of_its_time(since_last, longes
 
 def test_a_pool_that_ends_while_a_sink_is_opened(engine):
     gate = threading.Event()
-
-    def open_slowly(request: SinkRequest) -> Sink:
-        assert gate.wait(10)
-        return engine.open_sink(request)
-
-    writer = engine.writer(open_sink=open_slowly)
+    writer = engine.writer(open_sink=engine.open_sink_behind(gate))
     rows = make_rows(6)
     engine.step((writer, 0, rows))
     writer.finish(np.arange(6))

@@ -642,8 +642,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._new_files: dict[str, NewFile] = {}
         self._unopened: deque[RequestWriter] = deque()
         self._opening: list[Future[None]] = []
-        # Ids of finished requests that others have by now.
-        self._replaced: set[str] = set()
+        # Ids of finished requests whose end this step knows; others may have them now.
+        self._gone: set[str] = set()
         self.wanted: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -666,12 +666,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             # Before others are made: one may have a path that such a one still holds.
             if request_id in self._writers:
                 self._let_go(request_id, connector_metadata)
-                self._replaced.add(request_id)  # its id, too, may be another's now
         for new in connector_metadata.new_files:
             if new.request_id in self._writers:
                 # An id used again at once: first the end of what had it before.
                 self._let_go(new.request_id, connector_metadata).drain()
-                self._replaced.add(new.request_id)
             self._stats.began()
             writer = RequestWriter(
                 self._pool,
@@ -811,10 +809,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         if not isinstance(metadata, HiddenStatesConnectorMetadata):
             metadata = HiddenStatesConnectorMetadata()  # outside of any step
-        for request_id in finished_req_ids - self._replaced:
+        for request_id in finished_req_ids - self._gone:
             if request_id in self._writers:
                 self._let_go(request_id, metadata)
-        self._replaced.clear()
+        self._gone.clear()
         for request_id, path in metadata.abandoned.items():
             self._abandon(request_id, path)
         if self._ending:
@@ -858,6 +856,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if request_id in metadata.unwanted:
             writer.remove()
         self._ending[request_id] = self._writers.pop(request_id)
+        self._gone.add(request_id)
         return writer
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -919,10 +918,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         cause = "the engine was shut down before the prompt was computed"
         self.fail_wanted(cause)
         writers = [*self._writers.values(), *self._ending.values()]
-        if not _wait_until_idle(writers, self.config.shutdown_timeout_s):
+        if not self._activity.wait_until_idle(self.config.shutdown_timeout_s):
             for writer in writers:
                 writer.give_up("the engine was shut down before all rows were written")
-            _wait_until_idle(writers, GIVE_UP_TIMEOUT)
+            self._activity.wait_until_idle(GIVE_UP_TIMEOUT)
         self._pool.shutdown(wait=False)
 
 
@@ -939,15 +938,6 @@ def _failures(writers: dict[str, RequestWriter]) -> dict[str, str]:
         for request_id, writer in writers.items()
         if writer.failure is not None
     }
-
-
-def _wait_until_idle(writers: Iterable[RequestWriter], timeout: float) -> bool:
-    deadline = time.monotonic() + timeout
-    while not all(writer.is_idle for writer in writers):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def _prompt_token_ids(request: "Request") -> np.ndarray:
