@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The capture, with a model and a receiver of the test's own: no engine."""
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -201,3 +207,35 @@ def test_positions_go_with_the_rows():
         positions = torch.tensor([5, 6, 0, 9, 10, 11, 0, 0])  # with padding at the end
         capture.capture(model(8), ["a", "plain", "b"], [2, 1, 3], [7, 0, 12], positions)
         assert found == expected
+
+
+# Steps that free eight blocks of 4 MiB at once, and how many pages each of them had to
+# be given by the system.
+STEPS = """
+import resource, torch
+from tests.v1.hidden_states.test_capture import Model, make_capture
+
+make_capture([1], None).attach(Model())
+faults = []
+for _ in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    layers = [torch.zeros(1 << 20) for _ in range(8)]
+    del layers
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sorted(faults)[5])
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "malloc" in os.environ.get("LD_PRELOAD", ""),
+    reason="another C library's memory, or another allocator's",
+)
+def test_a_step_finds_the_memory_of_the_one_before():
+    output = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert int(output) < 800  # of 8192 pages
