@@ -52,6 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 65536,
     },
 }
+# Of what a side that ended has said of errors.
+LINES_SHOWN = 10
 SIDES = ["plain", "again", "ours", "stock", "transformers"]
 # (prompts, their length, output tokens, the part that opts out)
 WORKLOADS: dict[str, tuple[int, int, int, float]] = {
@@ -114,7 +116,7 @@ class Side:
         command += ["--eager"] if mode == "eager" else []
         environment = os.environ | {
             "VLLM_CPU_OMP_THREADS_BIND": f"{CPUS[0]}-{CPUS[-1]}",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "2",  # 33,024 tokens of the larger model
             "VLLM_LOGGING_LEVEL": "ERROR",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -124,11 +126,12 @@ class Side:
             environment["PYTHONPATH"] = f"{HERE / 'stock_shims'}:{stock}"
         self.name = name
         self._storage = storage
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
             start_new_session=True,
@@ -139,7 +142,7 @@ class Side:
         """Until its engine has started."""
         self.about = self._listen()
 
-    def run(self, workload: tuple[int, int, int, float], seed: int) -> dict[str, Any]:
+    def run(self, workload: tuple[int, int, int, float], seed: str) -> dict[str, Any]:
         """Do a workload."""
         prompts, length, max_tokens, opt_out = workload
         order = {
@@ -160,7 +163,9 @@ class Side:
             if line.startswith("RESULT "):
                 result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
                 return result
-        raise RuntimeError(f"the side {self.name!r} ended: run side.py by itself")
+        self._errors.seek(0)
+        lines = [line for line in self._errors if "rror" in line][-LINES_SHOWN:]
+        raise RuntimeError(f"the side {self.name!r} ended:\n{''.join(lines)}")
 
     def stop(self, patience: float) -> None:
         """End it, and wait; kill what has not ended after so many seconds."""
@@ -174,6 +179,7 @@ class Side:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._errors.close()
         shutil.rmtree(self._storage, ignore_errors=True)
 
 
@@ -215,7 +221,7 @@ def compare(
         order = list(sides) if turn % 2 == 0 else list(reversed(sides))
         for name in order:
             wait_for_quiet()
-            result = sides[name].run(workload, seed=turn + 1)
+            result = sides[name].run(workload, f"{title} {turn}")
             if turn >= 0:
                 results[name].append(result)
         if turn >= 0:

@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+def make_prompts(count: int, length: int, seed: str) -> list[list[int]]:
     """New ones for each seed: none is in the prefix cache."""
     generator = random.Random(seed)
     return [generator.choices(range(3, 1000), k=length) for _ in range(count)]
@@ -178,9 +178,7 @@ class Engine:
             for path in paths:
                 wait(path)
             completed = time.perf_counter()
-            latencies = [
-                readable.result() - answered for answered, readable in watched
-            ]
+            latencies = [readable.result() - answered for answered, readable in watched]
         written = sum(os.path.getsize(path) for path in paths)
         tokens = order["prompts"] * (order["length"] + order["max_tokens"] - 1)
         result = {

@@ -57,3 +57,16 @@ def test_a_benchmark_that_is_ended_ends_its_sides():
     _, alive = psutil.wait_procs(sides, timeout=10)
     assert not alive
     assert set(Path("/dev/shm").glob("bench-transformers-*")) <= before
+
+
+def test_a_side_that_cannot_start_says_why():
+    program = (
+        "import pathlib, hidden_states as benchmark\n"
+        "with benchmark.running(['transformers'], pathlib.Path('tiny'), 'eager'):\n"
+        "    print('it is up')\n"
+    )
+    done = run("-c", program)
+    assert done.returncode == 1
+    said = done.stderr.partition("the side 'transformers' ended:")[2]
+    assert "OSError" in said and "'tiny'" in said
+    assert "it is up" not in done.stdout

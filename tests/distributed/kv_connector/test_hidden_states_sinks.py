@@ -528,42 +528,42 @@ def test_a_pool_that_ends_while_a_sink_is_opened(engine):
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="there is one processor only"
 )
-@pytest.mark.parametrize(
-    ("spread", "variable", "is_spread"),
-    [
-        (True, "OMP_PROC_BIND", True),
-        (True, "GOMP_CPU_AFFINITY", True),
-        (True, "KMP_AFFINITY", True),
-        (True, "UNRELATED", False),  # bound by whoever started all this
-        (False, "OMP_PROC_BIND", False),
-    ],
-)
-def test_threads_of_a_worker_that_is_bound_to_a_processor(spread, variable, is_spread):
+def test_threads_of_a_worker_that_is_bound_to_a_processor():
     """vLLM binds a CPU worker's main thread, and its threads inherit that."""
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(1, bind_to_one_processor, (variable,)) as worker:
-        found = worker.apply(processors_of_a_writer, (spread,))
-    assert len(found) == (len(os.sched_getaffinity(0)) if is_spread else 1)
+    with spawn.Pool(1, bind_to_one_processor) as worker:
+        for spread, variable, is_spread in [
+            (True, "OMP_PROC_BIND", True),
+            (True, "GOMP_CPU_AFFINITY", True),
+            (True, "KMP_AFFINITY", True),
+            (True, "UNRELATED", False),  # bound by whoever started all this
+            (False, "OMP_PROC_BIND", False),
+        ]:
+            found = worker.apply(processors_of_a_writer, (spread, variable))
+            expected = len(os.sched_getaffinity(0)) if is_spread else 1
+            assert len(found) == expected, (spread, variable)
 
 
-def bind_to_one_processor(variable: str) -> None:
-    os.environ[variable] = "true"
+def bind_to_one_processor() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
-def processors_of_a_writer(spread: bool) -> set[int]:
-    with hidden_states_writer.make_pool(2, spread) as pool:
-        return pool.submit(os.sched_getaffinity, 0).result(10)
+def processors_of_a_writer(spread: bool, variable: str) -> set[int]:
+    with pytest.MonkeyPatch.context() as environment:
+        for name in hidden_states_writer.BINDINGS:
+            environment.delenv(name, raising=False)
+        environment.setenv(variable, "true")
+        with hidden_states_writer.make_pool(2, spread) as pool:
+            return pool.submit(os.sched_getaffinity, 0).result(10)
 
 
-def test_an_engine_in_its_callers_process_is_bound_by_its_caller(monkeypatch):
-    monkeypatch.setenv("OMP_PROC_BIND", "true")
+def test_an_engine_in_its_callers_process_is_bound_by_its_caller():
     bound = {min(os.sched_getaffinity(0))}
     found = []
 
     def run() -> None:
         os.sched_setaffinity(0, bound)  # this thread's alone
-        found.append(processors_of_a_writer(spread=True))
+        found.append(processors_of_a_writer(True, "OMP_PROC_BIND"))
 
     thread = threading.Thread(target=run)
     thread.start()
