@@ -98,13 +98,16 @@ def test_what_the_native_kernel_cannot_do_is_done_by_torch(monkeypatch):
 
 
 def test_long_copies_are_left_to_torch(monkeypatch):
+    """Runs of 256 KiB of a layer, in the mean."""
     monkeypatch.setattr(pack, "_native", lambda: "the module")
-    rows, out = torch.zeros(512, 1024), torch.zeros(512, 1, 1024)
+    rows, out = torch.zeros(512, 256), torch.zeros(512, 1, 256)  # 1 KiB each
     assert taken([rows], out, [(0, 512)]) == "pack_reference"
     assert taken([rows], out, [(0, 256), (256, 256)]) == "pack_reference"
-    assert taken([rows], out, [(0, 100), (256, 256)]) == "pack_native"
-    assert taken([rows], out[:100], [(0, 100)]) == "pack_native"
+    assert taken([rows], out, [(0, 255), (256, 256)]) == "pack_native"
+    assert taken([rows], out, [(0, 255)]) == "pack_native"
     assert taken([rows], out.bfloat16(), [(0, 512)]) == "pack_native"
+    narrow = rows[:, :127]
+    assert taken([narrow], out[:, :, :127].clone(), [(0, 512)]) == "pack_native"
 
 
 def test_float8_wants_scales():

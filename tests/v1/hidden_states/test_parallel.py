@@ -208,6 +208,19 @@ def test_one_rank_writes_and_has_the_memory_for_it(engine):
     assert [state["slots"] is not None for state in states] == is_writer
 
 
+def test_what_is_there_from_the_start_is_not_looked_at_for_garbage(engine):
+    """A full collection of a worker's heap takes half a second."""
+
+    def count(worker):
+        import gc
+
+        return gc.get_freeze_count()
+
+    counts = engine.llm.collective_rpc(count)
+    assert len(counts) == engine.num_ranks
+    assert min(counts) > 100_000
+
+
 @pytest.mark.last_hidden_state
 def test_last_hidden_states(run, make_prompt, reference_rows, reference_last):
     """From the last stage's first rank, with files and without, beside others."""

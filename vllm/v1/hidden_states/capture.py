@@ -237,12 +237,14 @@ class HiddenStateCapture:
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep the memory of a step's layers for the next step.
+    """Have the C library keep the memory of a small model's layers for the next step.
 
     All of them are freed at once, and glibc gives what is free at the heap's end back
     to the system when it is more than twice the largest block that has been freed
     (mallopt(3), M_TRIM_THRESHOLD): each page of each step was a page fault, also of
     steps in which nothing is wanted. To free one of the largest size that counts sets
-    the bound to 64 MiB. Nothing is touched; other C libraries do as they do.
+    the bound to 64 MiB, and touches no memory. Where a step frees more, or blocks of
+    more than 32 MiB, it is as before: those steps take seconds. Who has set bounds of
+    their own, or has another C library or allocator, keeps what they have.
     """
     torch.empty(LARGEST_BLOCK, dtype=torch.uint8)
