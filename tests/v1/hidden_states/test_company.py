@@ -450,8 +450,11 @@ def test_servers_that_are_killed_and_the_engine_after_them(
     def request() -> None:
         with pytest.raises(OSError):
             served.server.complete(
-                make_prompt(1000)["prompt_token_ids"],
+                make_prompt(700)["prompt_token_ids"],
                 headers={"X-Request-Id": "killed"},
+                max_tokens=200,  # the file is being written for as long as that
+                ignore_eos=True,
+                kv_transfer_params={"include_output_tokens": True},
             )
 
     def read(path: Path) -> None:

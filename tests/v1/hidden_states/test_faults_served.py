@@ -356,9 +356,17 @@ def worker_of(served) -> int:
 
 
 def ask_in_background(served, prompt, request_id) -> threading.Thread:
+    """A request whose file is being written for some time: its output's rows, too."""
+
     def ask() -> None:
         with contextlib.suppress(OSError):
-            served.server.complete(prompt, headers={"X-Request-Id": request_id})
+            served.server.complete(
+                prompt,
+                headers={"X-Request-Id": request_id},
+                max_tokens=200,
+                ignore_eos=True,
+                kv_transfer_params={"include_output_tokens": True},
+            )
 
     client = threading.Thread(target=ask)
     client.start()
@@ -374,7 +382,7 @@ def path_of(served, request_id) -> Path:
 def test_a_worker_that_is_stopped(served, reference_rows):
     """The server answers, readers wait as long as they like; then all goes on."""
     worker = worker_of(served)
-    client = ask_in_background(served, ids(900), "stopped")
+    client = ask_in_background(served, ids(700), "stopped")
     path = path_of(served, "stopped")
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -383,13 +391,16 @@ def test_a_worker_that_is_stopped(served, reference_rows):
         served.server.get("/health")
     finally:
         os.kill(worker, signal.SIGCONT)
-    check(load_hidden_states(str(path), timeout=60), ids(900), reference_rows)
+    loaded = load_hidden_states(str(path), timeout=60)
+    token_ids = loaded["token_ids"].tolist()
+    assert token_ids[:700] == ids(700) and len(token_ids) == 899
+    check(loaded, token_ids, reference_rows)
     client.join(30)
 
 
 def test_a_worker_that_is_killed(served):
     """Last: readers are told within a second, and there is no file."""
-    client = ask_in_background(served, ids(900), "killed")
+    client = ask_in_background(served, ids(700), "killed")
     path = path_of(served, "killed")
     worker = worker_of(served)
     os.kill(worker, signal.SIGSTOP)  # or it would be done
