@@ -26,6 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     cleanup_hidden_states,
     load_hidden_states,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_storage import (
+    BOUNDED_INTERVAL,
+)
 from vllm.v1.hidden_states.client import hidden_states
 
 # Of the runner nothing here depends; files and clients are the same for both.
@@ -148,6 +151,8 @@ def test_a_burst_never_takes_more_than_there_is(served, complete):
             return error.status_code
         return 200
 
+    # The server has to see first that the files of the test before are gone.
+    time.sleep(2 * BOUNDED_INTERVAL)
     watcher = threading.Thread(target=watch)
     watcher.start()
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
