@@ -58,6 +58,7 @@ KV_CACHE = {"tiny": 1, "150 M": 2}
 KV_CACHE_STOCK = {"tiny": 1, "150 M": 3}
 # Of what a side that ended has said of errors.
 LINES_SHOWN = 10
+MODES = ["compiled", "eager"]
 SIDES = ["plain", "again", "ours", "stock", "transformers"]
 # (prompts, their length, output tokens, the part that opts out)
 WORKLOADS: dict[str, tuple[int, int, int, float]] = {
@@ -74,19 +75,21 @@ WORKLOADS: dict[str, tuple[int, int, int, float]] = {
 def parse_arguments() -> argparse.Namespace:
     """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog="workloads: " + "; ".join(WORKLOADS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--turns", type=int, default=7, help="of each side")
     parser.add_argument(
         "--minutes",
         type=float,
-        default=10,
-        help="for a workload: no new turn after that, but three there are, or fewer "
-        "where they take three times as long",
+        default=5,
+        help="for a workload: no new turn after that, but three there are; where the "
+        "one that warms up takes so long already, it is the only one",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
-        "--modes", nargs="+", choices=["compiled", "eager"], default=["compiled"]
+        "--modes", nargs="+", choices=MODES, default=MODES, help="of vLLM"
     )
     parser.add_argument("--only", default="", help="workloads whose name has this")
     parser.add_argument("--skip", help="no workload whose name has this")
@@ -223,22 +226,24 @@ def compare(
     """The figures of each side, and its ratios to the first one."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     start = time.monotonic()
-    for turn in range(-1, turns):  # the first one warms up
+    for turn in range(-1, turns):
         passed = (time.monotonic() - start) / 60
-        if (turn >= 3 and passed > minutes) or (turn >= 1 and passed > 3 * minutes):
+        if (turn == 0 or turn >= 3) and passed > minutes:
             break
+        if turn == 0:  # the one before was to warm up
+            for warm_up in results.values():
+                warm_up.clear()
         # Back and forth, so that no side always comes after the same other.
         order = list(sides) if turn % 2 == 0 else list(reversed(sides))
         for name in order:
             wait_for_quiet()
             result = sides[name].run(workload, f"{title} {turn}")
-            if turn >= 0:
-                results[name].append(result)
-        if turn >= 0:
-            shown = ", ".join(
-                f"{name} {speed(results[name][-1]):,.0f}/s" for name in sides
-            )
-            print(f"{title}: {turn + 1} of {turns}: {shown}", flush=True)
+            results[name].append(result)
+        number = f"{turn + 1} of {turns}" if turn >= 0 else "to warm up"
+        shown = ", ".join(
+            f"{name} {speed(each[-1]):,.0f}/s" for name, each in results.items()
+        )
+        print(f"{title}: {number}: {shown}", flush=True)
     first = next(iter(sides))
     figures: dict[str, Any] = {}
     for name, turns_of in results.items():
@@ -327,7 +332,13 @@ def main() -> None:
         for name in arguments.models:
             model = make_tiny_model(Path(folder) / name, **MODELS[name])
             for mode in arguments.modes:
-                with running(arguments.sides, model, mode) as sides:
+                names = [
+                    side
+                    for side in arguments.sides
+                    # Its modes are vLLM's: once is enough.
+                    if side != "transformers" or mode == arguments.modes[0]
+                ]
+                with running(names, model, mode) as sides:
                     about = {side: each.about for side, each in sides.items()}
                     starts.append({"model": name, "mode": mode, "sides": about})
                     for title, workload in WORKLOADS.items():
@@ -347,6 +358,8 @@ def main() -> None:
                                 and not workload[3]
                             )
                         }
+                        if not used:
+                            continue
                         figures = compare(
                             used,
                             (count, *workload[1:]),

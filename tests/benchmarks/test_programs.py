@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks' programs: what they say where they cannot run."""
 
+import importlib.util
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -73,3 +75,61 @@ def test_a_side_that_cannot_start_says_why(tmp_path):
     said = done.stderr.partition("the side 'transformers' ended:")[2]
     assert "config.json" in said
     assert "it is up" not in done.stdout
+
+
+def test_a_side_that_dies_between_workloads_says_why(tmp_path):
+    program = (
+        "import pathlib, hidden_states as benchmark, tiny_model\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "model = tiny_model.make_tiny_model(folder / 'tiny')\n"
+        "with benchmark.running(['transformers'], model, 'eager') as sides:\n"
+        "    print('it is up')\n"
+        "    sides['transformers'].run((1, 'sixteen', 1, 0), 'seed')\n"
+    )
+    done = run("-c", program)
+    assert done.returncode == 1
+    assert "it is up" in done.stdout
+    said = done.stderr.partition("the side 'transformers' ended:")[2]
+    assert "TypeError" in said
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = BENCHMARKS / "hidden_states.py"
+    spec = importlib.util.spec_from_file_location("benchmark_hidden_states", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "wait_for_quiet", lambda: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seeds"),
+    [
+        (60.0, ["-1", "0", "1", "2", "3"]),  # all turns that are asked for
+        (0.030, ["-1", "0", "1", "2"]),  # three there are
+        (0.001, ["-1"]),  # what was to warm up has taken all of the time
+    ],
+)
+def test_how_many_turns_there_are(benchmark, monkeypatch, minutes, seeds):
+    """A turn of the two sides takes a second, by a clock of the test."""
+    now = 0.0
+    seen = []
+
+    def run(workload, seed):
+        nonlocal now
+        now += 0.5
+        seen.append(seed.removeprefix("title "))
+        seconds = 2.0 if seed.endswith("-1") and len(seeds) > 1 else 1.0
+        return {"seconds_complete": seconds, "tokens": 10}
+
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(monotonic=lambda: now))
+    sides = {"plain": SimpleNamespace(run=run), "ours": SimpleNamespace(run=run)}
+    figures = benchmark.compare(sides, (1, 1, 1, 0), 4, minutes, "title")
+    assert seen == [seed for seed in seeds for _ in sides]
+    num_turns = max(1, len(seeds) - 1)
+    for figure in figures.values():
+        assert figure["turns"] == num_turns
+        assert figure["seconds_complete"] == 1  # the one that warmed up is not in it
